@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,9 @@ NUM_ACCEPTED, FLAGS, NUM_FIXED = 0, 1, 2
 """Columns of a record: accepted draft tokens; flags; then come the run's tokens, and then the path's places."""
 NOT_FINITE = 1
 """Flag of a sequence that met a row whose largest logit was not finite: its tokens mean nothing."""
+_NUM_CANDIDATES = 1024
+# Logits whose thresholds are found at once: that takes some ten times their memory.
+_CPU_NUMBERS_PER_PASS, _GPU_NUMBERS_PER_PASS = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +94,75 @@ def record_width(max_rows: int) -> int:
 def thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The least logit that each row keeps, by integer mass: the same on every device.
 
+    As in transformers, in this order, each on what the one before has left, normalised anew (vLLM applies min_p first,
+    so that top_k and top_p act on what that has left):
+
+    - top_k keeps the k most likely tokens;
+    - top_p (Holtzman et al. 2020, section 3.1) keeps the fewest most likely tokens whose probabilities reach it;
+    - min_p (Nguyen et al. 2024, section 3) keeps tokens with at least that share of the most likely one's probability.
+
+    Tokens that tie with the last one kept are kept too, so that the result depends on no order of sorting.
+
     Args:
-        scaled: float32 [N, V], each row's largest 0.
-        top_k: [N]; 0 for all.
+        scaled: float32 [N, V], logits divided by the temperature, each row's largest 0.
+        top_k: int32 [N]; 0 for all.
         top_p: float64 [N]; 1 for all.
         min_p: float32 [N], its logarithm.
 
     Returns:
         float32 [N]; -inf where a row keeps everything.
     """
-    ordered = scaled.sort(1, descending=True).values
-    is_cut = (top_k > 0) & (top_k < scaled.shape[1])
-    by_k = ordered.gather(1, (top_k.long() - 1).clamp(0, scaled.shape[1] - 1)[:, None])
-    by_k = by_k.masked_fill(~is_cut[:, None], -torch.inf)
-    mass = fixed.mass(ordered).masked_fill(ordered < by_k, 0)
-    goal = (top_p[:, None] * mass.sum(1, keepdim=True).double()).ceil().long().clamp(min=1)
-    last = (mass.cumsum(1) < goal).sum(1, keepdim=True).clamp(max=scaled.shape[1] - 1)
-    by_p = ordered.gather(1, last).masked_fill((top_p >= 1)[:, None], -torch.inf)
-    return torch.maximum(torch.maximum(by_k, by_p)[:, 0], min_p)
+    numbers = _CPU_NUMBERS_PER_PASS if scaled.device.type == "cpu" else _GPU_NUMBERS_PER_PASS
+    num_rows = max(1, numbers // scaled.shape[1])
+    passes = (torch.split(each, num_rows) for each in (scaled, top_k, top_p, min_p))
+    return torch.cat([_thresholds(*rows) for rows in zip(*passes, strict=True)])
+
+
+def _thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    vocab_size = scaled.shape[1]
+    top_k = top_k.long().where((top_k > 0) & (top_k < vocab_size), vocab_size)
+    cuts_p = bool((top_p < 1).any())
+    largest_cut = int(top_k.where(top_k < vocab_size, 0).max())
+    # Sorting is what truncation costs, and a top_p seldom needs more than the first candidates.
+    num_sorted = min(vocab_size, max(largest_cut, _NUM_CANDIDATES if cuts_p else 0))
+    if not num_sorted:
+        return min_p
+    ordered = _largest(scaled, num_sorted)
+    by_k = ordered.gather(1, top_k[:, None].clamp(max=num_sorted) - 1)
+    by_k = by_k.masked_fill(top_k[:, None] == vocab_size, -torch.inf)
+    least = torch.maximum(by_k[:, 0], min_p)
+    if not cuts_p:
+        return least
+    goal = (top_p[:, None] * _mass(scaled, by_k).sum(1, keepdim=True).double()).ceil().long().clamp(min=1)
+    by_p, found = _nucleus(ordered, by_k, goal)
+    # Past the last candidate, what is missing of a row cut by top_k ties with that row's last one.
+    if not bool((found | (top_p >= 1) | (ordered[:, -1] <= by_k[:, 0])).all()):
+        by_p, _ = _nucleus(_largest(scaled, vocab_size), by_k, goal)
+    return torch.maximum(least, by_p.masked_fill(top_p >= 1, -torch.inf))
+
+
+def _nucleus(ordered: Tensor, by_k: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """The logit at which the mass of float32 [N, M] reaches a goal, or the last one; and whether it does."""
+    num_short = (_mass(ordered, by_k).cumsum(1) < goal).sum(1, keepdim=True)
+    last = num_short.clamp(max=ordered.shape[1] - 1)
+    return ordered.gather(1, last)[:, 0], num_short[:, 0] < ordered.shape[1]
+
+
+def _mass(scaled: Tensor, least: Tensor) -> Tensor:
+    """What each of float32 [N, V] weighs, 0 for what is below float32 [N, 1]; in numpy on a CPU."""
+    is_here = scaled.device.type == "cpu"
+    whole = torch.from_numpy(fixed.mass(scaled.numpy())) if is_here else fixed.mass(scaled)
+    return whole.masked_fill_(scaled < least, 0)
+
+
+def _largest(values: Tensor, num: int) -> Tensor:
+    """The ``num`` largest of each row of float32 [N, V], in descending order: [N, num].
+
+    On a CPU numpy selects and sorts in vectors, torch does not.
+    """
+    if values.device.type != "cpu":
+        return values.topk(num, dim=1).values
+    array, num_rest = values.detach().numpy(), values.shape[1] - num
+    if num_rest > 0:
+        array = np.partition(array, num_rest, axis=1)[:, num_rest:]
+    return torch.from_numpy(np.sort(array, axis=1)[:, ::-1].copy())

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.kernels import fixed
+from specdec.kernels.fixed import Array, module_of
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Words = tuple[Array, Array, Array, Array]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_32_BITS = 0xFFFFFFFF
 _NUM_ROUNDS = 10
-_NUM_BROADCAST_ROUNDS = 3
 _WORDS_PER_CALL = 4
-# Calls per pass. A CPU core keeps the six buffers of a pass in its second-level cache; a GPU wants long kernels.
-_CPU_CALLS_PER_PASS = 1 << 15
+# Calls per pass. A CPU core keeps the buffers of a pass in its second-level cache; a GPU wants long kernels.
+_CPU_CALLS_PER_PASS = 1 << 13
 _GPU_CALLS_PER_PASS = 1 << 21
 
 
@@ -49,39 +51,26 @@ def derive_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"specdec-seed").digest(), "little")
 
 
-def philox(counter: Words, key: Tensor) -> Words:
+def philox(counter: Words[Array], key: Array) -> Words[Array]:
     """Philox 4x32-10.
 
     Args:
-        counter: Four int64 tensors of 32-bit values, each of a shape that broadcasts to [N, C].
-        key: int64 [2, N, 1], 32-bit values.
+        counter: Four arrays of 32-bit values in 64-bit integers, each of a shape that broadcasts to [N, C].
+        key: [2, N, 1], of the same type.
 
     Returns:
-        Four int64 tensors [N, C] of 32-bit values; no two share memory.
+        Four arrays [N, C] of 32-bit values.
     """
-    steps = torch.tensor(_KEY_STEPS, device=key.device) * torch.arange(_NUM_ROUNDS, device=key.device).unsqueeze(1)
-    keys = ((key + steps.view(_NUM_ROUNDS, 2, 1, 1)) & _LOW_32_BITS).unbind()
+    steps = module_of(key).asarray(_KEY_STEPS, dtype=key.dtype, device=key.device).reshape(2, 1, 1)
     c0, c1, c2, c3 = counter
-    # As operands, zero-dimensional CPU tensors cost less than Python numbers do, and enter CUDA kernels as scalars.
-    multiplier0, multiplier1 = (torch.tensor(value) for value in _MULTIPLIERS)
-    mask, half = torch.tensor(_LOW_32_BITS), torch.tensor(32)
-    # c1 and c3 carry garbage above bit 31, which is masked away where it would matter. The first rounds work on the
-    # small shapes that the words still have, and leave all of them at [N, C].
-    for key0, key1 in keys[:_NUM_BROADCAST_ROUNDS]:
-        product0, product1 = c0 * multiplier0, c2 * multiplier1
-        c0 = ((product1 >> half) ^ (c1 ^ key0)).bitwise_and_(mask)
-        c2 = ((product0 >> half) ^ (c3 ^ key1)).bitwise_and_(mask)
+    for _ in range(_NUM_ROUNDS):
+        # c1 and c3 carry garbage above bit 31, which is masked away where it would matter.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) ^ (c1 ^ key[0])) & _LOW_32_BITS
+        c2 = ((product0 >> 32) ^ (c3 ^ key[1])) & _LOW_32_BITS
         c1, c3 = product1, product0
-    spare0, spare1 = torch.empty_like(c0), torch.empty_like(c2)
-    for key0, key1 in keys[_NUM_BROADCAST_ROUNDS:]:
-        torch.mul(c0, multiplier0, out=spare0)
-        torch.mul(c2, multiplier1, out=spare1)
-        torch.bitwise_right_shift(spare1, half, out=c0)
-        c0.bitwise_xor_(c1.bitwise_xor_(key0)).bitwise_and_(mask)
-        torch.bitwise_right_shift(spare0, half, out=c2)
-        c2.bitwise_xor_(c3.bitwise_xor_(key1)).bitwise_and_(mask)
-        c1, c3, spare0, spare1 = spare1, spare0, c3, c1
-    return c0, c1.bitwise_and_(mask), c2, c3.bitwise_and_(mask)
+        key = (key + steps) & _LOW_32_BITS
+    return c0, c1 & _LOW_32_BITS, c2, c3 & _LOW_32_BITS
 
 
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str) -> Tensor:
@@ -99,16 +88,19 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
     Returns:
         float32 [N, V].
     """
+    device = torch.device(device)
     num_calls = -(-vocab_size // _WORDS_PER_CALL)
-    noise = torch.empty(len(seeds), vocab_size, device=device)
-    indexes = torch.arange(num_calls, device=device).unsqueeze(0)
-    calls_per_pass = _CPU_CALLS_PER_PASS if noise.device.type == "cpu" else _GPU_CALLS_PER_PASS
+    noise = torch.empty(len(seeds), num_calls, _WORDS_PER_CALL, device=device)
+    out = noise.numpy() if device.type == "cpu" else noise
+    calls_per_pass = _CPU_CALLS_PER_PASS if device.type == "cpu" else _GPU_CALLS_PER_PASS
     rows_per_pass = max(1, calls_per_pass // num_calls)
     for start in range(0, len(seeds), rows_per_pass):
         rows = slice(start, start + rows_per_pass)
-        words = _call(indexes, seeds[rows], positions[rows], Purpose.GUMBEL)
-        noise[rows] = fixed.gumbel(torch.stack(words, 2)).flatten(1)[:, :vocab_size]
-    return noise
+        for first in range(0, num_calls, calls_per_pass):
+            calls = slice(first, min(first + calls_per_pass, num_calls))
+            words = _call(calls, seeds[rows], positions[rows], Purpose.GUMBEL, device)
+            out[rows, calls] = fixed.gumbel(module_of(out).stack(words, -1))
+    return noise.flatten(1)[:, :vocab_size]
 
 
 def uniforms(
@@ -126,18 +118,30 @@ def uniforms(
     Returns:
         float64 [N, 2 * P], of 52 random bits each: the first ones of all pairs, then the second ones.
     """
-    words = _call(torch.arange(num_pairs, device=device).unsqueeze(0), seeds, positions, purpose)
-    high, low = torch.cat((words[0], words[2]), 1), torch.cat((words[1], words[3]), 1)
+    words = _call(slice(0, num_pairs), seeds, positions, purpose, torch.device(device))
+    xp = module_of(words[0])
+    high, low = xp.concatenate((words[0], words[2]), 1), xp.concatenate((words[1], words[3]), 1)
     bits = (high << 20) | (low >> 12)
-    return bits.double().add_(0.5).mul_(2.0**-52)
+    return (torch.asarray(xp.asarray(bits, dtype=xp.float64)) + 0.5) * 2.0**-52
 
 
-def _call(indexes: Tensor, seeds: Sequence[int], positions: Sequence[int], purpose: Purpose) -> Words:
-    """Philox at counters (indexes [1, C], positions, purpose, 0), as four int64 [N, C] of one row per seed."""
-    device = indexes.device
-    # The unsigned seeds' bits, read as the signed integers torch has.
-    seed = torch.tensor(array("q", array("Q", seeds).tobytes()), dtype=torch.int64, device=device)
-    position = torch.tensor(positions, dtype=torch.int64, device=device).unsqueeze(1)
-    constant = torch.full((1, 1), int(purpose), dtype=torch.int64, device=device)
-    key = torch.stack((seed, seed >> 32)).bitwise_and_(_LOW_32_BITS).unsqueeze(2)
-    return philox((indexes, position, constant, torch.zeros_like(constant)), key)
+def _call(
+    calls: slice, seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, device: torch.device
+) -> Words[Any]:
+    """Philox at counters (calls, positions, purpose, 0), as four arrays [N, C] of one row per seed.
+
+    In numpy's uint64 on a CPU, else in torch's int64.
+    """
+    key = np.array(seeds, dtype=np.uint64)
+    counters: list[NDArray[np.uint64]] = [
+        np.arange(calls.start, calls.stop, dtype=np.uint64)[None],
+        np.array(positions, dtype=np.uint64)[:, None],
+        np.full((1, 1), int(purpose), dtype=np.uint64),
+        np.zeros((1, 1), dtype=np.uint64),
+        np.stack((key & _LOW_32_BITS, key >> 32))[:, :, None],
+    ]
+    if device.type == "cpu":
+        c0, c1, c2, c3, keys = counters
+        return philox((c0, c1, c2, c3), keys)
+    t0, t1, t2, t3, on_device = (torch.from_numpy(each.view(np.int64)).to(device) for each in counters)
+    return philox((t0, t1, t2, t3), on_device)

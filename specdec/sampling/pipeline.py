@@ -13,6 +13,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import TokenLogprobs, Tokens
 from specdec.kernels.device_errors import is_device_lost
+from specdec.kernels.sample import thresholds
 from specdec.sampling.edits import (
     AllowedTokens,
     LogitBias,
@@ -25,7 +26,6 @@ from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.token_counts import TokenCounts
-from specdec.sampling.truncation import thresholds, uses_truncation
 from specdec.structured.compiler import Grammars
 from specdec.structured.matchers import Matchers, apply_masks
 
@@ -312,21 +312,32 @@ class Sampler:
         temperatures = [group.spec.sampling.temperature for group in rows.groups]
         if any(temperature != 1 for temperature in temperatures):
             scaled /= torch.tensor(rows.spread(temperatures), device=logits.device).unsqueeze(1)
-        truncated = rows.using(uses_truncation)
+        truncated = rows.using(_is_truncated)
         if not truncated:
             return scaled
         part = rows.part(truncated)
-        params = part.spread(group.spec.sampling for group in part.groups)
         if part is rows:
-            return scaled.masked_fill_(scaled < thresholds(scaled, params), -torch.inf)
+            return scaled.masked_fill_(scaled < _thresholds(scaled, rows), -torch.inf)
         index = torch.tensor(rows.numbers(truncated), device=logits.device)
         chosen = scaled[index]
-        scaled[index] = chosen.masked_fill_(chosen < thresholds(chosen, params), -torch.inf)
+        scaled[index] = chosen.masked_fill_(chosen < _thresholds(chosen, part), -torch.inf)
         return scaled
 
     def _noised(self, logits: Tensor, rows: Rows) -> Tensor:
         """Scaled logits and noise. Leaving out the normalisation moves a row as a whole, and no argmax."""
         return self._noise.rows(rows.seeds(), rows.positions(), logits.device).add_(self._scaled(logits, rows))
+
+
+def _thresholds(scaled: Tensor, rows: Rows) -> Tensor:
+    """The least logit that each of [N, V] keeps: float32 [N, 1]."""
+    params = rows.spread(group.spec.sampling for group in rows.groups)
+    numbers = torch.tensor([(p.top_k, p.top_p, p.min_p) for p in params], dtype=torch.float64, device=scaled.device)
+    top_k, top_p, min_p = numbers.unbind(1)
+    return thresholds(scaled, top_k, top_p, min_p.log().float()).unsqueeze(1)
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def _is_random(params: SamplingParams) -> bool:

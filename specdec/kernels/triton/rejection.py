@@ -22,6 +22,14 @@ _TARGET = tl.constexpr(2)
 
 
 @triton.jit
+def cell(sequence, BLOCK: tl.constexpr):
+    """A program's row, the sequence that it is of, its block of the vocabulary, and the tokens there."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    return row, tl.load(sequence + row), block, block * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _weights(scaled, threshold, chosen, row, token, is_token, is_greedy, V: tl.constexpr, HAS_TRUNCATION: tl.constexpr):
     """What tokens weigh in a row, before any refusal; all on one with temperature 0."""
     x = tl.load(scaled + row.to(tl.int64) * V + token, mask=is_token, other=float("-inf"))
@@ -49,12 +57,9 @@ def weigh(
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_TRUNCATION: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block: what its tokens weigh together."""
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    owner = tl.load(sequence + row)
+    row, owner, block, token = cell(sequence, BLOCK)
     if owner < 0:
         return
-    token = block * BLOCK + tl.arange(0, BLOCK)
     is_greedy = tl.load(temperature + owner) <= 0
     weight = _weights(scaled, threshold, chosen, row, token, token < V, is_greedy, V, HAS_TRUNCATION)
     tl.store(block_mass + row * BLOCKS + block, tl.sum(weight, 0))

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.kernels import sample
 from specdec.kernels.sample import SampleStep, record_width
 from specdec.kernels.triton.fixed import gumbel, mass, words
-from specdec.kernels.triton.rejection import descend, draw, weigh
+from specdec.kernels.triton.rejection import cell, descend, draw, weigh
 
 _BLOCK = 1024
 _MAX_TOP = 32
@@ -62,12 +62,9 @@ def _edit(
     ENDED: tl.constexpr, BAD: tl.constexpr, HAS_PENALTIES: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block."""
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    owner = tl.load(sequence + row)
+    row, owner, block, token = cell(sequence, BLOCK)
     if owner < 0:
         return
-    token = block * BLOCK + tl.arange(0, BLOCK)
     given = _load(logits, row, logits_row, token, V)
     # Devices differ in what the largest of a NaN and a number is.
     given = tl.where(given == given, given, float("inf"))
@@ -120,9 +117,7 @@ def _scale(
     BAD: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block: ``edited`` becomes (logit - row's largest) / temperature."""
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    owner = tl.load(sequence + row)
+    row, owner, block, token = cell(sequence, BLOCK)
     if owner < 0:
         return
     b = tl.arange(0, BLOCKS_PADDED)
@@ -137,7 +132,6 @@ def _scale(
     number = -1
     if HAS_MASKS:
         number = tl.load(grammar + row)
-    token = block * BLOCK + tl.arange(0, BLOCK)
     x = _load(edited, row, V, token, V)
     if keeps_bad == 0:
         x = _banned(x, token, bad, row, BAD)
@@ -229,12 +223,9 @@ def _choose(
     HAS_NOISE: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block: the best token there, the lowest of those that tie."""
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    owner = tl.load(sequence + row)
+    row, owner, block, token = cell(sequence, BLOCK)
     if owner < 0:
         return
-    token = block * BLOCK + tl.arange(0, BLOCK)
     x = _load(scaled, row, V, token, V)
     if HAS_NOISE:
         if tl.load(temperature + owner) > 0:

@@ -102,7 +102,7 @@ def test_the_memory_of_a_step_is_measured_and_told() -> None:
     options = BackendOptions(max_model_len=256, kv_cache_memory=16 << 20, max_num_batched_tokens=512)
     _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options, lines.append)
     logits_bytes = 512 * 4096 * 4
-    assert built.memory.activation_bytes > NOISE_CACHE_BYTES + 4 * logits_bytes  # logits, edited, scaled and sorted
+    assert built.memory.activation_bytes > NOISE_CACHE_BYTES + logits_bytes  # thresholds are found in passes
     assert built.memory.process_bytes > 100 << 20
     assert lines[-1].startswith(f"memory of {DEMO / 'draft'}: ")
     assert re.search(r"MiB planned of .*: weights .*, a step .* \(measured\), cache 16\.0 MiB, the rest of", lines[-1])

@@ -17,7 +17,6 @@ from specdec.sampling.acceptance import walk_coupled
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
-from specdec.sampling.truncation import thresholds
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.kernels.sampled import bits, random_groups, step_of
 from tests.specdec.sampling.reference import make_spec
@@ -125,8 +124,21 @@ def test_rows_that_are_not_finite_are_told(broken: float) -> None:
     assert records[:, sample.FLAGS].tolist() == [0, sample.NOT_FINITE, 0]
 
 
+def kept(row: torch.Tensor, params: SamplingParams) -> list[bool]:
+    """The tokens that truncation keeps, by probabilities in float64."""
+    probs, ordered = row.double().exp(), row.sort(descending=True).values
+    is_kept = torch.ones_like(row, dtype=torch.bool)
+    if 0 < params.top_k < len(row):
+        is_kept &= row >= ordered[params.top_k - 1]
+    if params.top_p < 1:
+        left = probs.where(is_kept, 0).sort(descending=True).values
+        is_kept &= row >= ordered[int((left.cumsum(0) < params.top_p * left.sum()).sum())]
+    return (is_kept & (probs >= params.min_p)).tolist()
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_integer_mass_keeps_what_truncation_keeps(seed: int) -> None:
+def test_truncation_keeps_what_probabilities_keep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "_CPU_NUMBERS_PER_PASS", 9000)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     params = [
         SamplingParams(
@@ -143,7 +155,7 @@ def test_integer_mass_keeps_what_truncation_keeps(seed: int) -> None:
     k, p = torch.tensor([one.top_k for one in params]), torch.tensor([one.top_p for one in params], dtype=torch.float64)
     least = torch.tensor([one.min_p for one in params], dtype=torch.float64).log().float()
     found = sample.thresholds(scaled, k, p, least)
-    assert torch.equal(scaled >= found[:, None], scaled >= thresholds(scaled, params))
+    assert (scaled >= found[:, None]).tolist() == [kept(*pair) for pair in zip(scaled, params, strict=True)]
 
 
 @interpreted

@@ -70,7 +70,7 @@ def test_noise_of_a_row_depends_on_nothing_else(monkeypatch: pytest.MonkeyPatch)
     for i in range(4):
         torch.testing.assert_close(gumbel(seeds[i : i + 1], positions[i : i + 1], 403, "cpu")[0], whole[i])
     torch.testing.assert_close(gumbel(seeds, positions, 398, "cpu"), whole[:, :398])
-    monkeypatch.setattr(module, "_CPU_CALLS_PER_PASS", 202)
+    monkeypatch.setattr(module, "_CPU_CALLS_PER_PASS", 40)
     torch.testing.assert_close(gumbel(seeds, positions, 403, "cpu"), whole)
     assert len(set(whole[:, 0].tolist())) == 4
 
@@ -119,7 +119,7 @@ def test_uniforms_are_uniform_and_separate_by_purpose_and_place() -> None:
 
 def test_no_two_roles_share_numbers() -> None:
     purposes = (Purpose.GUMBEL, Purpose.DRAFT, Purpose.TARGET)
-    calls = [module._call(torch.zeros(1, 1, dtype=torch.int64), [42], [9], purpose) for purpose in purposes]
+    calls = [module._call(slice(0, 1), [42], [9], purpose, torch.device("cpu")) for purpose in purposes]
     assert len({word.item() for words in calls for word in words}) == 12
 
 

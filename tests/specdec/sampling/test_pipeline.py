@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.sampling import truncation
+from specdec.kernels import sample
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.specdec.hooks import by_row
@@ -184,10 +184,10 @@ def test_top_p_finds_its_tokens_beyond_the_first_candidates(
     expected = torch.tensor(
         [row_probs(row, group.spec, [0]) for row, group in zip(logits.tolist(), groups, strict=True)]
     )
-    monkeypatch.setattr(truncation, "_NUM_CANDIDATES", num_candidates)
+    monkeypatch.setattr(sample, "_NUM_CANDIDATES", num_candidates)
     torch.testing.assert_close(Sampler(300).probs(logits, groups), expected, atol=1e-6, rtol=1e-5)
     # As on a device without numpy.
-    monkeypatch.setattr(truncation, "_largest", lambda values, num: values.topk(num, dim=1).values)
+    monkeypatch.setattr(sample, "_largest", lambda values, num: values.topk(num, dim=1).values)
     torch.testing.assert_close(Sampler(300).probs(logits, groups), expected, atol=1e-6, rtol=1e-5)
 
 
