@@ -21,7 +21,7 @@ from benchmarks.modes.prompts import CODE
 from cluster.config.app import ServiceConfig
 from cluster.models.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams
-from specdec.core.messages import Notes
+from specdec.core.messages import Notes, TokenKind, token_kind
 from specdec.core.params import Acceptance, SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
@@ -62,10 +62,12 @@ class Text:
     def drafted(self) -> list[tuple[int, bool]]:
         """(position, whether it was kept) of each verified draft token, of which a round has one at most."""
         found, first = [], 0
-        for i, (how, num_drafted) in enumerate(zip(self.notes.how, self.notes.num_drafted, strict=True)):
+        for i, (byte, num_drafted) in enumerate(zip(self.notes.provenance, self.notes.num_drafted, strict=True)):
             if num_drafted:
-                found.append((self.output_start + first, self.notes.how[first] == "a"))
-            if how != "a" or num_drafted:
+                found.append(
+                    (self.output_start + first, token_kind(self.notes.provenance[first]) is TokenKind.ACCEPTED)
+                )
+            if token_kind(byte) is not TokenKind.ACCEPTED or num_drafted:
                 first = i + 1
         return found
 

@@ -19,7 +19,7 @@ from cluster.config.live import set_log_level
 from cluster.config.names import ROUTER
 from cluster.launch.startup import startup
 from cluster.models.identity import fingerprints
-from cluster.models.sources import backend_of, backend_options, draft_source, target_source
+from cluster.models.sources import backend_of, backend_options, draft_source, ngram_options, target_source
 from cluster.models.vllm import vllm_options
 from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics
@@ -33,7 +33,6 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
 from specdec.drafting.length.gains import DraftGains
-from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.timing import LastStep, StepReport, profile_drafter, profile_target
@@ -94,7 +93,7 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
-            ngram=NgramOptions(args.most_draft_tokens, args.drafts_ngrams) if args.speculates else None,
+            ngram=ngram_options(args),
             chooser=DraftGains(report.gauges) if args.is_auto and args.draft.method != "model" else None,
         )
         machine.tracer = sequence_tracer("target", name)

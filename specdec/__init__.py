@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec.core.grammar import Grammar
     from specdec.core.params import SamplingParams
     from specdec.core.types import Adapter, TokenLogprobs
+    from specdec.drafting.ngram import NgramOptions, TokenDrafter
     from specdec.engine.build import BackendOptions
     from specdec.engine.engine import SpeculativeEngine
     from specdec.engine.results import CancellationToken, GenerationResult, SpecStats, TokenEvent
@@ -33,11 +34,13 @@ __all__ = [
     "LoRAConfig",
     "LogitsProcessor",
     "ModelSource",
+    "NgramOptions",
     "RowGroup",
     "SamplingParams",
     "SpecStats",
     "SpeculativeEngine",
     "Stepper",
+    "TokenDrafter",
     "TokenEvent",
     "TokenLogprobs",
     "adapter_reference",
@@ -52,11 +55,13 @@ _MODULES = {
     "Grammar": "specdec.core.grammar",
     "LogitsProcessor": "specdec.sampling.pipeline",
     "ModelSource": "specdec.models.loading",
+    "NgramOptions": "specdec.drafting.ngram",
     "RowGroup": "specdec.sampling.rows",
     "SamplingParams": "specdec.core.params",
     "SpecStats": "specdec.engine.results",
     "SpeculativeEngine": "specdec.engine.engine",
     "Stepper": "specdec.engine.stepper",
+    "TokenDrafter": "specdec.drafting.ngram",
     "TokenEvent": "specdec.engine.results",
     "TokenLogprobs": "specdec.core.types",
     "adapter_reference": "specdec.checkpoint.fingerprint",

@@ -11,7 +11,14 @@ from benchmarks.modes.compare import Variant
 from benchmarks.modes.load import Workload, fresh_salt
 from benchmarks.modes.measures import Run, Stream, TokenArrival, device_use
 from cluster.config.app import AppArgs
-from cluster.models.sources import backend_of, backend_options, check_one_process, draft_source, target_source
+from cluster.models.sources import (
+    backend_of,
+    backend_options,
+    check_one_process,
+    draft_source,
+    ngram_options,
+    target_source,
+)
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.params import SamplingParams
@@ -112,6 +119,6 @@ def load_pair(
         eos_token_ids=describe_model(source).eos_token_ids,
         vocab_size=width,
         num_speculative_tokens=0 if args.num_speculative_tokens == "auto" else args.num_speculative_tokens,
-        num_ngram_tokens=args.most_draft_tokens if args.drafts_ngrams else None,
+        ngram=ngram_options(args),
     )
     return Pair(engine, target, drafter, steps, clock)

@@ -103,7 +103,7 @@ def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace, con
 
 def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     """Load both models into this process; progress goes to stderr."""
-    from cluster.models.sources import backend_options, check_one_process, draft_source, target_source
+    from cluster.models.sources import backend_options, check_one_process, draft_source, ngram_options, target_source
     from specdec.engine.engine import SpeculativeEngine
 
     check_one_process(config)
@@ -113,7 +113,7 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
         num_speculative_tokens=_SEQUENTIAL_TOKENS
         if config.num_speculative_tokens == "auto"
         else config.num_speculative_tokens,
-        num_ngram_tokens=config.most_draft_tokens if config.drafts_ngrams else None,
+        ngram=ngram_options(config),
         options=backend_options(config, config.target),
         draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),

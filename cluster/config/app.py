@@ -8,15 +8,17 @@ Where spans of requests go: a section of the configuration, and its variables.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
+from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from cluster.config.base import StrictModel, refused_key
+from cluster.config.base import M, StrictModel, first_error, refused_key
 from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
-from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
+from cluster.config.models import IMPORT_STRING, DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
 from cluster.config.replicas import Replicas, Updates
 from specdec.core.errors import InvalidParameterError
@@ -82,9 +84,8 @@ class Tracing(StrictModel):
         return variables if self.endpoint is None else variables | {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint}
 
 
-_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _ARGUMENT = r"[^\W\d]\w*=[^,]+"
-_BACKEND = re.compile(rf"{_IMPORT_STRING.pattern}(:{_ARGUMENT}(,{_ARGUMENT})*)?")
+_BACKEND = re.compile(rf"{IMPORT_STRING.pattern}(:{_ARGUMENT}(,{_ARGUMENT})*)?")
 
 
 def import_strings(value: Any) -> Any:
@@ -95,13 +96,41 @@ def import_strings(value: Any) -> Any:
     """
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(
-        isinstance(name, str) and _IMPORT_STRING.fullmatch(name) for name in names
+        isinstance(name, str) and IMPORT_STRING.fullmatch(name) for name in names
     ):
         raise ValueError("must be a list of import strings of the form 'package.module:name'")
     return tuple(names)
 
 
 ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
+
+
+def extension_sections(value: Any) -> Any:
+    """Read sections of keys from outside the tree, each under the import string of its model, and check them by that.
+
+    Raises:
+        ValueError: There is no such model, or it refuses a key or a value.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError("must hold sections of keys, each under the import string of its model")
+    sections = {}
+    for name, keys in value.items():
+        if not isinstance(name, str) or not IMPORT_STRING.fullmatch(name):
+            raise ValueError(f"{name}: must be the import string of a model, 'package.module:name'")
+        try:
+            model = pkgutil.resolve_name(name)
+        except Exception as error:  # the module's own code runs here, and may raise anything
+            raise ValueError(f"cannot import {name}: {type(error).__name__}: {error}") from None
+        if not isinstance(model, type) or not issubclass(model, StrictModel):
+            raise ValueError(f"{name} must be a subclass of cluster.config.base.StrictModel")
+        try:
+            sections[name] = model.model_validate(keys)
+        except ValidationError as error:
+            raise ValueError(f"{name}: {first_error(model, error)[1]}") from None
+    return sections
+
+
+Extensions = Annotated[dict[str, Any], BeforeValidator(extension_sections)]
 
 
 def backend(value: Any) -> Any:
@@ -134,7 +163,7 @@ def tool_parser(value: Any) -> str:
     Raises:
         ValueError: It is neither.
     """
-    if isinstance(value, str) and (value in TOOL_PARSERS or _IMPORT_STRING.fullmatch(value)):
+    if isinstance(value, str) and (value in TOOL_PARSERS or IMPORT_STRING.fullmatch(value)):
         return value
     raise ValueError(f"must be one of {', '.join(TOOL_PARSERS)}, or an import string, 'package.module:name'")
 
@@ -364,6 +393,11 @@ class AppArgs(StrictModel):
         description="for benchmarks and tests: a function that wraps or replaces what a worker runs its model by, as "
         "package.module:name or package.module:name:argument=value,...",
     )
+    extensions: Extensions = Field(
+        default_factory=dict,
+        description="keys of your own code, as {package.module:name: {key: value}}: name is a subclass of "
+        "cluster.config.base.StrictModel, which checks them; args.extension(name) gives them",
+    )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
     log_format: LogFormat = Field(
         "text", description="text, or json: an object a line; in a Serve configuration of one's own: logging_config"
@@ -405,6 +439,15 @@ class AppArgs(StrictModel):
             raise refused_key("acceptance", needs)
         return self
 
+    def extension(self, model: type[M]) -> M:
+        """The keys of a section from outside the tree, or its defaults where the configuration has none of it.
+
+        Args:
+            model: The class that ``extensions`` names.
+        """
+        name = f"{model.__module__}:{model.__qualname__}"
+        return model.model_validate(self.extensions.get(name, {}))
+
     @property
     def is_demo(self) -> bool:
         """Whether the demo pair is served."""
@@ -433,14 +476,14 @@ class AppArgs(StrictModel):
         return self.has_own_draft or self.draft.pool is not None
 
     @property
-    def drafts_ngrams(self) -> bool:
-        """Whether drafts are looked up in the text itself."""
-        return "ngram" in self.draft.methods
+    def drafts_from_tokens(self) -> bool:
+        """Whether every sequence has drafts from its tokens."""
+        return self.draft.token_drafter is not None
 
     @property
     def speculates(self) -> bool:
         """Whether there are drafts at all."""
-        return self.has_draft or self.drafts_ngrams or self.draft.has_heads
+        return self.has_draft or self.drafts_from_tokens or self.draft.has_heads
 
     @property
     def has_own_draft(self) -> bool:

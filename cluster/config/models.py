@@ -117,21 +117,40 @@ class TargetConfig(ModelConfig):
         return self
 
 
-DraftMethod = Literal["model", "ngram", "medusa", "ngram+model", "ngram+medusa", "model+medusa", "ngram+model+medusa"]
+METHODS = ("ngram", "model", "medusa")
+"""What drafts, in the order in which several are named; a drafter from outside the tree is named first."""
+IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""``package.module:name``"""
 
 
-def draft_method(value: Any) -> Any:
-    """Read a list of methods, in order of preference, as their names with a plus between them."""
-    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+def draft_method(value: Any) -> str:
+    """Read methods, a list or with a plus between them, as their names in order of preference.
+
+    Raises:
+        ValueError: One is unknown or named twice, or two draft from tokens.
+    """
+    parts = list(map(str, value)) if isinstance(value, (list, tuple)) else str(value).split("+")
+    others = [part for part in parts if IMPORT_STRING.fullmatch(part)]
+    known = [part for part in METHODS if part in parts]
+    if not parts or len(others) + len(known) < len(parts):
+        raise ValueError(
+            "must be model, ngram, medusa, or package.module:name of a token drafter, or several of them, each once, "
+            "with a plus between them"
+        )
+    if len([*others, *(part for part in known if part == "ngram")]) > 1:
+        raise ValueError(f"must name one drafter from tokens, not {' and '.join([*others, *known])}")
+    return "+".join([*others, *known])
 
 
 class DraftConfig(ModelConfig):
     """How drafts are made: by a draft model, by another application's drafters, by prompt lookup, by Medusa heads."""
 
-    method: Annotated[DraftMethod, BeforeValidator(draft_method)] = Field(
+    method: Annotated[str, BeforeValidator(draft_method)] = Field(
         "model",
         description="model: a draft model; ngram: what followed where the end of the text occurred before, without a "
-        "draft model; medusa: heads on the target, without a draft model; of several, with a plus between them, what "
+        "draft model; medusa: heads on the target, without a draft model; package.module:name: your own drafter in "
+        "place of ngram, by a function from the configuration to a specdec.drafting.ngram.NewTokenDrafter; of several, "
+        "with a plus between them, what "
         "gains most where num_speculative_tokens is auto, else prompt lookup goes first where a long match is found, "
         "and heads draft where the draft model has said nothing",
     )
@@ -168,6 +187,11 @@ class DraftConfig(ModelConfig):
         return self.method.split("+")
 
     @property
+    def token_drafter(self) -> str | None:
+        """What drafts from tokens: ``ngram``, an import string, or None."""
+        return next((part for part in self.methods if part not in ("model", "medusa")), None)
+
+    @property
     def has_heads(self) -> bool:
         """Whether heads on the target draft."""
         return "medusa" in self.methods
@@ -177,7 +201,7 @@ class DraftConfig(ModelConfig):
         drafting = {"pool", "method", "heads", "tree_tokens"}
         others = ", ".join(sorted(self.model_fields_set - drafting))
         if "model" not in self.methods and (others or self.pool):
-            both = "ngram+model" if self.method == "ngram" else self.method.replace("medusa", "model+medusa")
+            both = draft_method([*self.methods, "model"])
             raise ValueError(
                 f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
             )

@@ -71,6 +71,7 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
             "acceptance": args.acceptance,
             "logits_processors": args.logits_processors,
             "backend": args.backend,
+            "extensions": args.model_dump(mode="json", include={"extensions"}),
         }
     )
 

@@ -15,6 +15,7 @@ from cluster.models.identity import draft_path, model_dtype, target_path
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.core.errors import InvalidParameterError
 from specdec.drafting.medusa import HeadsOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions
 from specdec.models.loading import ModelSource
 from specdec.models.lora.slots import LoRAConfig
@@ -99,6 +100,19 @@ def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:
 def _load_processor(name: str) -> LogitsProcessor:
     found: LogitsProcessor = _imported("logits_processors", name)
     return found
+
+
+def ngram_options(args: AppArgs) -> NgramOptions | None:
+    """What drafts from tokens; None where nothing drafts at all.
+
+    Raises:
+        InvalidParameterError: ``draft.method`` names a drafter that cannot be imported.
+    """
+    if not args.speculates:
+        return None
+    name = args.draft.token_drafter
+    new = None if name in (None, "ngram") else _imported("draft.method", str(name))(args)
+    return NgramOptions(args.most_draft_tokens, name is not None, new)
 
 
 def _imported(key: str, name: str) -> Any:

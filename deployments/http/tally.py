@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specdec.core.messages import ACCEPTED, PREDICTED, Notes, Plan
+from specdec.core.messages import Notes, Plan, TokenKind, TokenSource, token_kind, token_source
 
 
 class Round(NamedTuple):
@@ -35,15 +35,15 @@ class RoundTally:
     def add(self, notes: Notes) -> list[Round]:
         """Take the notes of the next tokens and return the rounds that are now complete."""
         complete = []
-        for letter, num_drafted in zip(notes.how, notes.num_drafted, strict=True):
-            if letter in ACCEPTED:
-                self._num_accepted += 1
+        for byte, num_drafted in zip(notes.provenance, notes.num_drafted, strict=True):
+            is_accepted = token_kind(byte) is TokenKind.ACCEPTED
+            self._num_accepted += is_accepted
             if num_drafted:
                 complete.append(Round(num_drafted, self._num_accepted))
-                if letter in PREDICTED:
+                if token_source(byte) is TokenSource.PREDICTION:
                     self.num_predicted += self._num_accepted
                     self.num_mispredicted += num_drafted - self._num_accepted
-            if num_drafted or letter not in ACCEPTED:
+            if num_drafted or not is_accepted:
                 self._num_accepted = 0
         self.rounds.update(complete)
         return complete
@@ -114,9 +114,10 @@ def how_it_came(notes: Notes, plan: Plan | None) -> dict[str, Any]:
     """
     times = [None if one is None else {"target": one.target, "draft": one.draft} for one in notes.times]
     return {
-        "how": notes.how,
+        "kind": [token_kind(byte).name.lower() for byte in notes.provenance],
+        "source": [token_source(byte).name.lower() for byte in notes.provenance],
         "num_draft_tokens": notes.num_drafted,
-        "times": times or [None] * len(notes.how),
+        "times": times or [None] * len(notes.provenance),
         "plan": None if plan is None else _written(plan),
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from specdec.core.drafts import NO_DRAFT, Draft, DraftSource
+from specdec.core.drafts import NO_DRAFT, Draft
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
@@ -50,7 +50,7 @@ class VerifyJob(NamedTuple):
     draft: Tokens
     spec: SequenceSpec
     candidates: tuple[Candidates, ...] = ()
-    source: DraftSource = ""
+    source: str = ""
     room: int = 0
     parents: Tokens = ()
     wants_own: bool = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates, Offer, Outcome
@@ -91,11 +91,10 @@ def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
     return children
 
 
-DraftSource = Literal["", "chain", "branch", "ngram", "prediction", "medusa"]
-"""What a draft is: none; the chain or a branch of an offer; looked up in the sequence's own text or its prediction; of
-heads on the target."""
-OFFERED = frozenset[DraftSource](("chain", "branch"))
-"""Drafts of a draft model."""
+OFFERED = frozenset(("chain", "branch"))
+"""Sources of drafts of a draft model."""
+OF_BACKEND = frozenset(("medusa",))
+"""Sources of drafts that the target's own backend makes."""
 OFFERS_KEPT = 4
 """Offers per sequence that a target holds at once."""
 
@@ -106,14 +105,16 @@ class Draft(NamedTuple):
     Attributes:
         tokens: Proposed tokens after the log.
         candidates: Under the rejection rule, what each of them was drawn from; else empty.
-        source: What it is.
+        source: What it is: empty for none; ``chain`` or ``branch`` of an offer; ``medusa``, of heads on the target;
+            ``ngram`` or ``prediction``, looked up in the sequence's own text or in its prediction; or the name that
+            another token drafter gives.
         parents: Where it is a tree, which of its tokens each one follows, -1 for the log's last; a parent comes before
             its children. Empty for a chain.
     """
 
     tokens: Tokens = ()
     candidates: tuple[Candidates, ...] = ()
-    source: DraftSource = ""
+    source: str = ""
     parents: Tokens = ()
 
     @property

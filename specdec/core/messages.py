@@ -6,6 +6,7 @@ small, immutable, and travel in batches, one batch per engine step and link.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -45,18 +46,59 @@ class RoundTimes(NamedTuple):
     draft: tuple[Interval, ...] = ()
 
 
-ACCEPTED, LOOKED_UP, PREDICTED, HEADED = map(frozenset, ("aAxh", "ACB", "xyz", "hij"))
-"""Letters of accepted draft tokens; of rounds whose draft was looked up in the text; of those from a prediction; of
-those whose draft is of heads on the target."""
+class TokenKind(IntEnum):
+    """What the round that gave a token made of it."""
+
+    PLAIN = 0
+    """No draft was verified."""
+    ACCEPTED = 1
+    """A draft token that was kept."""
+    CORRECTED = 2
+    """The target's token in place of a draft token."""
+    BONUS = 3
+    """The target's token after a draft that was kept whole."""
+
+
+class TokenSource(IntEnum):
+    """Where the draft of a token's round came from."""
+
+    MODEL = 0
+    """A draft model; of a plain token, nowhere."""
+    NGRAM = 1
+    """The sequence's own text."""
+    PREDICTION = 2
+    """The prediction of its request."""
+    MEDUSA = 3
+    """Heads on the target."""
+    OTHER = 4
+    """A token drafter from outside the tree."""
+
+
+def pack_provenance(kind: TokenKind, source: TokenSource = TokenSource.MODEL) -> int:
+    """A token's kind and source as one byte: kind + 4 * source."""
+    return kind | source << 2
+
+
+def token_kind(provenance: int) -> TokenKind:
+    """The kind in such a byte."""
+    return TokenKind(provenance & 3)
+
+
+def token_source(provenance: int) -> TokenSource:
+    """The source in such a byte."""
+    return TokenSource(provenance >> 2)
+
+
+def count_accepted(provenance: bytes) -> int:
+    """How many tokens were accepted draft tokens."""
+    return sum(byte & 3 == TokenKind.ACCEPTED for byte in provenance)
 
 
 class Notes(Struct, frozen=True, array_like=True):
     """How tokens came: one entry of each field per token.
 
     Attributes:
-        how: A letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain; ``A``, ``C`` and ``B`` where
-            the draft was looked up in the sequence's own text, ``x``, ``y`` and ``z`` where in its prediction, ``h``,
-            ``i`` and ``j`` where heads on the target made it.
+        provenance: A byte per token: its kind and its source, by :func:`pack_provenance`.
         num_drafted: At the last token of a round, the draft tokens verified in it; 0 at all others. So sums over any
             part of a log count rounds and draft tokens exactly, however often a message was repeated.
         logprobs: Log probabilities, where the request asked for them.
@@ -67,7 +109,7 @@ class Notes(Struct, frozen=True, array_like=True):
             ask.
     """
 
-    how: str = ""
+    provenance: bytes = b""
     num_drafted: Tokens = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PackedLogprobs | None = None
@@ -76,31 +118,31 @@ class Notes(Struct, frozen=True, array_like=True):
 
     def last(self, count: int) -> Notes:
         """The notes of the last ``count`` tokens."""
-        if count == len(self.how):
+        if count == len(self.provenance):
             return self
-        start = len(self.how) - count
+        start = len(self.provenance) - count
         logprobs = None if self.logprobs is None else self.logprobs[start:]
-        return Notes(self.how[start:], self.num_drafted[start:], logprobs, times=self.times[start:])
+        return Notes(self.provenance[start:], self.num_drafted[start:], logprobs, times=self.times[start:])
 
     def first(self, count: int) -> Notes:
         """The notes of the first ``count`` tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         if not count:
             return Notes(logprobs=logprobs)
-        how, num_drafted, times = self.how[:count], self.num_drafted[:count], self.times[:count]
-        return Notes(how, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times)
+        provenance, num_drafted, times = self.provenance[:count], self.num_drafted[:count], self.times[:count]
+        return Notes(provenance, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times)
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
-        if not self.how and self.logprobs is None:
+        if not self.provenance and self.logprobs is None:
             return other
         logprobs = (
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )
         times = () if not self.times and not other.times else self._all_times() + other._all_times()
-        begins = self if self.how else other
+        begins = self if self.provenance else other
         return Notes(
-            self.how + other.how,
+            self.provenance + other.provenance,
             self.num_drafted + other.num_drafted,
             logprobs,
             begins.prompt_logprobs,
@@ -110,7 +152,7 @@ class Notes(Struct, frozen=True, array_like=True):
 
     def _all_times(self) -> tuple[RoundTimes | None, ...]:
         """An entry per token, also where nobody measured."""
-        return self.times or (None,) * len(self.how)
+        return self.times or (None,) * len(self.provenance)
 
 
 class Plan(Struct, frozen=True, array_like=True):

@@ -7,10 +7,10 @@ wherever the sequence is opened next. It is asked once an outcome is known, and 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,17 +41,50 @@ _FACTORS = 0x9E3779B1, 0x5EBCA77B, 0x42B2AE3D
 """Odd, and so large that the upper bits of the sum depend on all three tokens."""
 
 
+class TokenDrafter(Protocol):
+    """Drafts for one sequence from its tokens alone: prompt lookup here, or one from outside the tree.
+
+    It may propose anything, as no token depends on it. But what it proposes must depend on committed tokens only, and
+    its drafts under the rejection rule come with :func:`point_masses`.
+    """
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the newest draft is so sure that it goes before a draft model's offer."""
+        ...
+
+    def draft(self, log: TokenLog, room: int, reading: Reading) -> Draft:
+        """What may follow a log, which only grows from call to call; called before each round.
+
+        Args:
+            log: All of the sequence's tokens.
+            room: Most tokens of the draft.
+            reading: What may be indexed in this step.
+        """
+        ...
+
+    def judge(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a round that verified its draft."""
+        ...
+
+
+NewTokenDrafter = Callable[[SequenceSpec, int], TokenDrafter | None]
+"""Makes the drafter of a sequence, which drafts so many tokens in a round at most; None where it has none for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """Which sequences are drafted for by prompt lookup, and how far.
+    """Which sequences are drafted for from their tokens, by what, and how far.
 
     Attributes:
         most: Draft tokens of a round, at most, where the request names no bound of its own.
         for_all: For all sequences; else for those that bring a prediction.
+        new: Makes the drafter of a sequence without a prediction; None: prompt lookup.
     """
 
     most: int
     for_all: bool = True
+    new: NewTokenDrafter | None = None
 
 
 class TextIndex:
@@ -203,12 +236,13 @@ def point_masses(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
     return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
-def ngram_drafter(spec: SequenceSpec, options: NgramOptions | None) -> NgramDrafter | None:
-    """The prompt lookup of a new sequence; None where it has none."""
+def token_drafter(spec: SequenceSpec, options: NgramOptions | None) -> TokenDrafter | None:
+    """What drafts for a new sequence from its tokens, or None. A prediction is looked up whatever else drafts."""
     if options is None or not (options.for_all or spec.prediction):
         return None
     most = options.most if spec.num_speculative_tokens is None else spec.num_speculative_tokens
-    return NgramDrafter(spec, most) if most else None
+    new = NgramDrafter if options.new is None or spec.prediction else options.new
+    return new(spec, most) if most else None
 
 
 class NgramDrafter:

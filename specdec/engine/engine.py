@@ -60,8 +60,7 @@ class SpeculativeEngine:
         eos_token_ids: Tokens that end a text.
         vocab_size: Number of tokens.
         num_speculative_tokens: Draft tokens per round where a call names none.
-        num_ngram_tokens: The same for drafts that are looked up in the text itself, with or without a draft model;
-            None looks nothing up.
+        ngram: How drafts are made from the text itself, with or without a draft model; None makes none.
         defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
     """
@@ -75,12 +74,12 @@ class SpeculativeEngine:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         num_speculative_tokens: int = 4,
-        num_ngram_tokens: int | None = None,
+        ngram: NgramOptions | None = None,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
     ) -> None:
-        most_ngram = validated_num_speculative_tokens(num_ngram_tokens, "num_ngram_tokens")
-        ngram = None if most_ngram is None else NgramOptions(most_ngram)
+        if ngram is not None:
+            validated_num_speculative_tokens(ngram.most, "ngram.most")
         self._fallback = fallback if draft is not None or ngram is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
         self._service = InProcessService(target, draft, num_draft_tokens, ngram=ngram)
@@ -101,7 +100,7 @@ class SpeculativeEngine:
         draft: ModelSource | None = None,
         *,
         num_speculative_tokens: int = 4,
-        num_ngram_tokens: int | None = None,
+        ngram: NgramOptions | None = None,
         options: BackendOptions | None = None,
         draft_options: BackendOptions | None = None,
         progress: Callable[[str], None] | None = None,
@@ -112,7 +111,7 @@ class SpeculativeEngine:
             target: The model that decides.
             draft: The model that proposes; None decodes plainly.
             num_speculative_tokens: Draft tokens per round where a call names none.
-            num_ngram_tokens: The same for prompt lookup; None looks nothing up.
+            ngram: How drafts are made from the text itself; None makes none.
             options: How the target is run. Where both models are on one GPU, each gets an equal share of it, unless its
                 options name another.
             draft_options: How the draft is run; by default like the target.
@@ -144,7 +143,7 @@ class SpeculativeEngine:
             eos_token_ids=built.loaded.eos_token_ids,
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
-            num_ngram_tokens=num_ngram_tokens,
+            ngram=ngram,
             defaults=defaults,
             fallback=built.runner.no_speculation,
         )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.core.messages import ACCEPTED, Notes
+from specdec.core.messages import Notes, TokenKind, count_accepted, token_kind
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs
 from specdec.protocol.ingress import TokenDelta
@@ -60,14 +60,15 @@ class SpecStats:
     @staticmethod
     def of(notes: Sequence[Notes], fallback: str | None = None) -> SpecStats:
         """Count the notes that came with a sequence's tokens; ``fallback``: why it ran without speculation, if so."""
-        how = "".join(note.how for note in notes)
+        provenance = b"".join(note.provenance for note in notes)
         num_drafted = [n for note in notes for n in note.num_drafted]
         drafts = [n for n in num_drafted if n]
         # A round that ends in an accepted token was cut there by the end of the sequence.
-        num_accepted = sum(letter in ACCEPTED for letter in how)
-        num_rounds = len(how) - num_accepted + (how[-1:] in ACCEPTED)
+        num_accepted = count_accepted(provenance)
+        is_cut = bool(provenance) and token_kind(provenance[-1]) is TokenKind.ACCEPTED
+        num_rounds = len(provenance) - num_accepted + is_cut
         fallbacks = {} if fallback is None else {fallback: 1}
-        return SpecStats(len(how), num_rounds, len(drafts), sum(drafts), num_accepted, fallbacks)
+        return SpecStats(len(provenance), num_rounds, len(drafts), sum(drafts), num_accepted, fallbacks)
 
 
 class CancellationToken:

@@ -306,7 +306,7 @@ class RouterMachine:
         if new.prompt_logprobs is not None:
             session.prompt_told_s = now_s
         if session.span is not None:
-            session.span.add(num_tokens=len(new.how))
+            session.span.add(num_tokens=len(new.provenance))
         self.planning.decided(session.seq, new, now_s)
         # A target that began anew from an older log may fail before it has come to the end of this one.
         is_at_end = message.finish == "error" or message.mark.length == len(session.log)

@@ -12,25 +12,41 @@ from msgspec.structs import replace
 from specdec.core.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.core.drafts import (
     NO_DRAFT,
+    OF_BACKEND,
+    OFFERED,
     OFFERS_KEPT,
     Draft,
     DraftChooser,
-    DraftSource,
     awaits_token,
     remaining_draft,
 )
 from specdec.core.errors import DeviceLostError, reason_of
-from specdec.core.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
+from specdec.core.messages import (
+    Ack,
+    Message,
+    Notes,
+    Offer,
+    Open,
+    RoundTimes,
+    TokenKind,
+    TokenSource,
+    Verdict,
+    pack_provenance,
+)
 from specdec.core.types import PackedLogprobs
-from specdec.drafting.ngram import NgramOptions, Reading, ngram_drafter
+from specdec.drafting.ngram import NgramOptions, Reading, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
-from specdec.protocol.target_row import NGRAM_SOURCES, KeptOffer, TargetCounters, TargetSequence
+from specdec.protocol.target_row import KeptOffer, TargetCounters, TargetSequence
 from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
 
-_LETTERS: dict[DraftSource, str] = {"ngram": "ACB", "prediction": "xyz", "medusa": "hij"}
-"""Letters for accepted, corrected and bonus tokens in :class:`Notes`, where they are not those of a draft model."""
+_TOKEN_SOURCES: dict[str, TokenSource] = {
+    **dict.fromkeys(("", *OFFERED), TokenSource.MODEL),
+    "ngram": TokenSource.NGRAM,
+    "prediction": TokenSource.PREDICTION,
+    "medusa": TokenSource.MEDUSA,
+}
 
 
 class TargetMachine(WorkerMachine[TargetSequence]):
@@ -182,18 +198,15 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         self._groups.passed(row)
         num_accepted = min(result.num_accepted, count)
         num_drafted = [0] * (count - 1) + [result.num_drafted]
-        accepted, corrected, bonus = tuple(_LETTERS.get(source, "acb"))
-        how = accepted * num_accepted
-        if count > num_accepted:
-            num_places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
-            how += "p" if not result.num_drafted else bonus if num_accepted == num_places else corrected
-        if source in NGRAM_SOURCES and result.num_drafted and row.ngram is not None:
-            row.ngram.judge(result.num_drafted, result.num_accepted)
+        places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
+        is_of_tokens = source not in OFFERED | OF_BACKEND
+        if is_of_tokens and result.num_drafted and row.token_drafter is not None:
+            row.token_drafter.judge(result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
             self._chooser.judge(draft, run[: result.num_accepted], row.spec)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.notes = row.notes + Notes(
-            how,
+            _provenance(source, num_accepted, count, places),
             tuple(num_drafted),
             logprobs,
             None if result.prompt_logprobs is None else PackedLogprobs.pack(result.prompt_logprobs),
@@ -259,7 +272,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
     # Messages.
 
     def _new_row(self, message: Open, now_s: float) -> TargetSequence:
-        row = TargetSequence(message, self._max_model_len, ngram_drafter(message.spec, self._ngram))
+        row = TargetSequence(message, self._max_model_len, token_drafter(message.spec, self._ngram))
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(row, message.suspects)
@@ -335,9 +348,9 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         if row.suspects:
             return NO_DRAFT
         found, is_long = NO_DRAFT, False
-        if row.ngram is not None:
-            found = row.ngram.draft(row.log, self._room(row), self._reading)
-            is_long = row.ngram.is_long and bool(found.tokens)
+        if row.token_drafter is not None:
+            found = row.token_drafter.draft(row.log, self._room(row), self._reading)
+            is_long = row.token_drafter.is_long and bool(found.tokens)
         offered, kept = self._offered(row)
         if not offered.tokens and not is_long and self._waits(row, now_s):
             return None
@@ -392,6 +405,18 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             row.held_s = now_s
         row.is_patient = row.is_patient and now_s < row.held_s + row.plan.draft_wait_s
         return row.is_patient
+
+
+def _provenance(source: str, num_accepted: int, count: int, num_places: int) -> bytes:
+    """Of the tokens of a round: ``count`` were committed, and a draft could have had ``num_places`` accepted."""
+    of_round = _TOKEN_SOURCES.get(source, TokenSource.OTHER)
+    accepted = bytes([pack_provenance(TokenKind.ACCEPTED, of_round)]) * num_accepted
+    if count == num_accepted:
+        return accepted
+    if not num_places:
+        return accepted + bytes([pack_provenance(TokenKind.PLAIN)])
+    last = TokenKind.BONUS if num_accepted == num_places else TokenKind.CORRECTED
+    return accepted + bytes([pack_provenance(last, of_round)])
 
 
 def _unknown(rows: Sequence[TargetSequence]) -> list[TargetSequence]:

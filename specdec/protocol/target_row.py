@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from specdec.core.drafts import NO_DRAFT, OFFERED, DraftSource, foresees
+from specdec.core.drafts import NO_DRAFT, OFFERED, foresees
 from specdec.core.messages import Interval, Notes, Offer, Open
 from specdec.core.params import StopCondition
 from specdec.core.types import Finish
-from specdec.drafting.ngram import NgramDrafter
+from specdec.drafting.ngram import TokenDrafter
 from specdec.protocol.worker import MOST_INTERVALS, WorkerSequence
 
 
@@ -38,7 +38,7 @@ class TargetSequence(WorkerSequence):
     Args:
         message: Opens it.
         max_model_len: Longest log of the model, in tokens.
-        ngram: Its own drafts; None where it has none.
+        token_drafter: Drafts for it from its tokens; None where nothing does.
 
     Attributes:
         priority: Those with the least are decided first, and yield last where room is short.
@@ -62,11 +62,11 @@ class TargetSequence(WorkerSequence):
 
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "ngram", "needs_candidates", "notes", "offers", "own_draft"),
-        *("draft_intervals", "priority", "reason", "round_start", "told_s"),
+        *("is_patient", "needs_candidates", "notes", "offers", "own_draft"),
+        *("draft_intervals", "priority", "reason", "round_start", "token_drafter", "told_s"),
     )
 
-    def __init__(self, message: Open, max_model_len: int, ngram: NgramDrafter | None = None) -> None:
+    def __init__(self, message: Open, max_model_len: int, token_drafter: TokenDrafter | None = None) -> None:
         super().__init__(message)
         self.priority = self.spec.arrival_s, self.seq
         self.ending = StopCondition.of(self.spec, max_model_len)
@@ -84,7 +84,7 @@ class TargetSequence(WorkerSequence):
         self.is_patient = True
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
-        self.ngram = ngram
+        self.token_drafter = token_drafter
         self.own_draft = NO_DRAFT
 
     def end_span(self) -> None:
@@ -115,10 +115,6 @@ class TargetSequence(WorkerSequence):
     def num_output_tokens(self) -> int:
         """Output tokens committed so far."""
         return len(self.log) - self.spec.output_start
-
-
-NGRAM_SOURCES = frozenset[DraftSource](("ngram", "prediction"))
-"""Drafts that were found in a text."""
 
 
 @dataclass(slots=True)
@@ -170,7 +166,7 @@ class TargetCounters:
     num_accepted_per_position: list[int] = field(default_factory=list)
     by_source: defaultdict[str, SourceCounters] = field(default_factory=lambda: defaultdict(SourceCounters))
 
-    def count_round(self, num_drafted: int, num_accepted: int, num_committed: int, source: DraftSource) -> None:
+    def count_round(self, num_drafted: int, num_accepted: int, num_committed: int, source: str) -> None:
         """Count one verification; ``num_accepted`` are those that were committed."""
         self.num_rounds += 1
         self.num_committed_tokens += num_committed

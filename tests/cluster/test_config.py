@@ -179,7 +179,7 @@ def test_a_target_alone_has_no_draft():
 )
 def test_the_method_says_who_drafts(draft, found):
     config = AppArgs.model_validate({"draft": draft})
-    assert (config.has_draft, config.has_own_draft, config.drafts_ngrams, config.is_auto) == found
+    assert (config.has_draft, config.has_own_draft, config.drafts_from_tokens, config.is_auto) == found
     assert config.speculates
     assert (draft_source(config) is not None) == config.has_own_draft
 
@@ -191,7 +191,9 @@ def test_the_method_says_who_drafts(draft, found):
         ({"target": "t", "draft": {"method": "ngram", "model": "d"}}, "method ngram has no draft model"),
         ({"draft": {"method": "ngram", "pool": "drafts"}}, "method ngram has no draft model"),
         ({"draft": {"method": "ngram", "kv_cache_memory": 0.5}}, "method ngram has no draft model"),
-        ({"draft": {"method": ["model", "ngram"]}}, "draft.method\\s+Input should be 'model', 'ngram'"),
+        ({"draft": {"method": ["model", "grams"]}}, "must be model, ngram, medusa, or package.module:name"),
+        ({"draft": {"method": "ngram+ngram"}}, "each once"),
+        ({"draft": {"method": "ngram+my.module:drafter"}}, "must name one drafter from tokens"),
         ({"target": "t", "draft": {"method": "medusa"}}, "name the target's heads"),
         ({"demo": "hybrid", "draft": {"method": "medusa"}}, "name the target's heads"),
         ({"target": "t", "draft": {"method": "model+medusa", "heads": "h"}}, "model\\+medusa needs a draft model"),

@@ -7,10 +7,11 @@ import asyncio
 from deployments.tokens import Inbox
 from specdec.core.messages import Notes, Plan
 from specdec.protocol.ingress import TokenDelta
+from tests.letters import provenance
 
 
 def delta(*tokens: int, plan: Plan | None = None) -> TokenDelta:
-    return TokenDelta(tokens, Notes("p" * len(tokens), (0,) * len(tokens)), None, plan)
+    return TokenDelta(tokens, Notes(provenance("p" * len(tokens)), (0,) * len(tokens)), None, plan)
 
 
 async def waiting(inbox: Inbox) -> asyncio.Task[TokenDelta]:
@@ -36,8 +37,8 @@ async def test_what_has_piled_up_is_given_in_one() -> None:
     assert await inbox.take() == delta(1)
     inbox.put(delta(2, 3, plan=Plan(4)))
     inbox.put(delta(4))
-    inbox.put(TokenDelta((5,), Notes("a", (2,)), "length"))
-    assert await inbox.take() == TokenDelta((2, 3, 4, 5), Notes("pppa", (0, 0, 0, 2)), "length", Plan(4))
+    inbox.put(TokenDelta((5,), Notes(provenance("a"), (2,)), "length"))
+    assert await inbox.take() == TokenDelta((2, 3, 4, 5), Notes(provenance("pppa"), (0, 0, 0, 2)), "length", Plan(4))
 
 
 async def test_a_reader_that_is_cancelled_takes_nothing_along() -> None:
@@ -46,5 +47,5 @@ async def test_a_reader_that_is_cancelled_takes_nothing_along() -> None:
     task.cancel()
     inbox.put(delta(2))
     await asyncio.gather(task, return_exceptions=True)
-    inbox.put(TokenDelta((3,), Notes("p", (0,)), "length"))
+    inbox.put(TokenDelta((3,), Notes(provenance("p"), (0,)), "length"))
     assert (await inbox.take()).tokens == (2, 3)

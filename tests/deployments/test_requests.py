@@ -17,6 +17,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
+from tests.letters import provenance
 
 INFO = ModelInfo(ServedModel("demo", "target", 128, 4096))
 
@@ -37,7 +38,7 @@ class Ingress:
 
     def says(self, seq: str, tokens: tuple[int, ...], finish: str, reason: str = "") -> None:
         mark = TokenLog([1, *tokens]).mark()
-        notes = Notes("p" * len(tokens), (0,) * len(tokens))
+        notes = Notes(provenance("p" * len(tokens)), (0,) * len(tokens))
         self.host.post([NewTokens(seq, 1, 1, tokens, notes, mark), End(seq, 1, mark, finish, reason)])
 
 

@@ -1,9 +1,6 @@
 // The page behind /ui. What a model says reaches the document as text only.
 const byId = (id) => document.getElementById(id);
-const KINDS = { a: "accepted", c: "corrected", b: "bonus", p: "plain" };
-const LOOKED_UP = { A: "a", C: "c", B: "b" }, PREDICTED = { x: "a", y: "c", z: "b" }, HEADED = { h: "a", i: "c", j: "b" };
-const kindOf = (letter) => LOOKED_UP[letter] ?? PREDICTED[letter] ?? HEADED[letter] ?? letter;
-const sourceOf = (letter) => (LOOKED_UP[letter] ? ", looked up in the text" : PREDICTED[letter] ? ", looked up in the prediction" : HEADED[letter] ? ", by heads on the target" : "");
+const SOURCES = { ngram: ", looked up in the text", prediction: ", looked up in the prediction", medusa: ", by heads on the target", other: ", by another drafter" };
 const NEWEST = 18; // rounds in the lanes
 const SAY_EVERY_MS = 4000; // to screen readers, while a stream runs
 const REDRAW_EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 0;
@@ -40,7 +37,8 @@ class Answer {
 
   clear() {
     this.characters = []; // code points, as offsets count them
-    this.how = "";
+    this.kinds = [];
+    this.sources = [];
     this.offsets = [];
     this.logprobs = [];
     this.rounds = [];
@@ -58,7 +56,7 @@ class Answer {
 
   get speed() {
     const passed = (this.lastAt - this.firstAt) / 1000;
-    return passed > 0 ? (this.how.length - this.numFirst) / passed : 0;
+    return passed > 0 ? (this.kinds.length - this.numFirst) / passed : 0;
   }
 
   /** Take in a choice of a chunk. */
@@ -69,19 +67,20 @@ class Answer {
       this.offsets.push(...came.text_offset);
       this.logprobs.push(...(told.token_logprobs ?? told.content.map((token) => token.logprob)));
     }
-    if (!came || !came.how) return;
+    if (!came || !came.kind.length) return;
     this.lastAt = performance.now();
     if (this.firstAt === null) {
       this.firstAt = this.lastAt;
-      this.numFirst = came.how.length;
+      this.numFirst = came.kind.length;
     }
     this.plan = came.plan ?? this.plan;
-    [...came.how].forEach((letter, i) => this.takeToken(letter, came.num_draft_tokens[i], came.times[i]));
+    came.kind.forEach((kind, i) => this.takeToken(kind, came.source[i], came.num_draft_tokens[i], came.times[i]));
   }
 
-  takeToken(letter, drafted, times) {
-    this.how += letter;
-    const isAccepted = kindOf(letter) === "a";
+  takeToken(kind, source, drafted, times) {
+    this.kinds.push(kind);
+    this.sources.push(source);
+    const isAccepted = kind === "accepted";
     this.open += isAccepted;
     if (isAccepted && !drafted) return; // its round goes on
     this.rounds.push({ drafted, accepted: this.open, times });
@@ -96,18 +95,18 @@ class Answer {
     const first = Math.max(0, this.spans.length - 1); // the last one's text may have grown
     for (let i = first; i < this.offsets.length; i++) {
       if (!this.spans[i]) {
-        this.spans[i] = element("span", `t ${kindOf(this.how[i])}${HEADED[this.how[i]] ? " headed" : sourceOf(this.how[i]) && " found"}`);
+        this.spans[i] = element("span", `t ${this.kinds[i][0]}${this.sources[i] === "medusa" ? " headed" : this.sources[i] === "model" ? "" : " found"}`);
         this.spans[i].dataset.i = i;
         this.box.append(this.spans[i]);
       }
       this.spans[i].textContent = this.characters.slice(this.offsets[i], this.offsets[i + 1]).join("");
     }
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
-    const told = [["tokens/s", rate(this.speed)], ["tokens", this.how.length]];
+    const told = [["tokens/s", rate(this.speed)], ["tokens", this.kinds.length]];
     told.push(["first token", this.firstAt === null ? "–" : seconds((this.firstAt - this.sentAt) / 1000)]);
     if (this.numDrafted) {
       told.push(["accepted", percent(this.numAccepted / this.numDrafted)]);
-      told.push(["tokens/round", (this.how.length / this.rounds.length).toFixed(2)]);
+      told.push(["tokens/round", (this.kinds.length / this.rounds.length).toFixed(2)]);
     }
     if (this.plan) told.push(["plan", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
     this.figures.replaceChildren(...told.map(([name, value]) => {
@@ -125,7 +124,7 @@ class Answer {
     tip.style.left = tip.style.top = 0;
     if (!span || !this.box.contains(span)) return;
     const i = Number(span.dataset.i), text = span.textContent.replaceAll("\n", "⏎");
-    tip.textContent = `${i + 1}: “${text}”, ${KINDS[kindOf(this.how[i])]}${sourceOf(this.how[i])}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
+    tip.textContent = `${i + 1}: “${text}”, ${this.kinds[i]}${SOURCES[this.sources[i]] ?? ""}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
     const place = span.getClientRects()[0] ?? this.box.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 12)) + scrollX}px`;
     tip.style.top = `${place.bottom + 6 + scrollY}px`;
@@ -274,7 +273,7 @@ async function stream(answer, isSpeculated, seed, signal) {
       if (chunk.error) throw new Error(chunk.error.message);
       for (const choice of chunk.choices) answer.take(choice);
     }
-    say(`${isSpeculated ? "With" : "Without"} speculation: ${answer.how.length} tokens, ${rate(answer.speed)} tokens/s.`);
+    say(`${isSpeculated ? "With" : "Without"} speculation: ${answer.kinds.length} tokens, ${rate(answer.speed)} tokens/s.`);
     showSoon();
   }
 }
@@ -308,7 +307,7 @@ async function run() {
     say(compared(), true);
   } catch (error) {
     const isStopped = error.name === "AbortError";
-    say(`${isStopped ? "Stopped" : "Failed"} after ${spec.how.length} and ${plain.how.length} tokens.`, true);
+    say(`${isStopped ? "Stopped" : "Failed"} after ${spec.kinds.length} and ${plain.kinds.length} tokens.`, true);
     if (!isStopped) failed(error);
   } finally {
     byId("run").disabled = false;

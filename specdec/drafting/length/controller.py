@@ -133,7 +133,10 @@ class Controller(PlanController):
 
     def decided(self, seq: str, notes: Notes, now_s: float) -> None:
         """New tokens of a sequence have come."""
-        one, (num_rounds, num_accepted, num_judged) = self._sequences.get(seq), tally(notes.how, notes.num_drafted)
+        one, (num_rounds, num_accepted, num_judged) = (
+            self._sequences.get(seq),
+            tally(notes.provenance, notes.num_drafted),
+        )
         if one is None or not num_rounds:
             return
         self._acceptance.learn((one.kind,), num_accepted, num_judged)

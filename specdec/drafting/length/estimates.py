@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from specdec.core.messages import ACCEPTED
+from specdec.core.messages import TokenKind, TokenSource, token_kind, token_source
 from specdec.core.params import SequenceSpec
 
 MEMORY = 256.0
@@ -63,7 +63,7 @@ def kind_of(spec: SequenceSpec) -> float:
     return round(2 * spec.sampling.temperature) / 2
 
 
-def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
+def tally(provenance: bytes, num_drafted: Sequence[int]) -> tuple[int, int, int]:
     """Count the notes of some tokens (:class:`specdec.core.messages.Notes`); the last token ends a round.
 
     Returns:
@@ -72,10 +72,11 @@ def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
         Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the
         maximum-likelihood estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
     """
-    num_rounds = num_judged = 0
-    for letter, drafted in zip(how, num_drafted, strict=True):
-        if drafted or letter not in ACCEPTED:
-            num_rounds += 1
-        if letter in "ac":
-            num_judged += 1
-    return num_rounds, how.count("a"), num_judged
+    num_rounds = num_accepted = num_judged = 0
+    for byte, drafted in zip(provenance, num_drafted, strict=True):
+        kind = token_kind(byte)
+        num_rounds += bool(drafted) or kind is not TokenKind.ACCEPTED
+        if token_source(byte) is TokenSource.MODEL:
+            num_accepted += kind is TokenKind.ACCEPTED
+            num_judged += kind in (TokenKind.ACCEPTED, TokenKind.CORRECTED)
+    return num_rounds, num_accepted, num_judged

@@ -99,8 +99,9 @@ def _source(draft: Draft, spec: SequenceSpec, place: int, rank: int) -> tuple[st
     """What a token's rate is kept by."""
     if draft.source == "medusa":
         return draft.source, kind_of(spec), place, rank
-    is_long = draft.source not in OFFERED and len(draft.tokens) >= LONG_MATCH
-    source = "model" if draft.source in OFFERED else "long match" if is_long else "match"
+    source = "model" if draft.source in OFFERED else "ngram" if draft.source == "prediction" else draft.source
+    if source == "ngram" and len(draft.tokens) >= LONG_MATCH:
+        source = "long ngram"
     return source, kind_of(spec), 0, rank
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import specdec.demo
 from deployments.http import ModelInfo, SequenceRequest, ServedModel, TokenDelta
-from specdec import BackendOptions, ModelSource, SpeculativeEngine
+from specdec import BackendOptions, ModelSource, NgramOptions, SpeculativeEngine
 from specdec.core.types import Tokens
 from tests.deployments.http.scripted import rounds
 from tests.specdec.engine.pairs import Case, collect
@@ -31,7 +31,7 @@ class EngineService:
         self._engine = SpeculativeEngine.from_pretrained(
             ModelSource(str(target)),
             None if draft is None else ModelSource(str(draft)),
-            num_ngram_tokens=most_draft_tokens if draft is None else None,
+            ngram=NgramOptions(most_draft_tokens) if draft is None else None,
             options=BackendOptions(max_model_len=MAX_MODEL_LEN),
         )
         self._most_draft_tokens = most_draft_tokens

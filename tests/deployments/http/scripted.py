@@ -12,6 +12,7 @@ from deployments.http.service import ModelInfo, SequenceRequest
 from specdec.core.messages import Notes
 from specdec.core.types import Finish, PackedLogprobs, PromptLogprobs, TokenLogprobs
 from specdec.protocol.ingress import TokenDelta
+from tests.letters import provenance
 
 Step = TokenDelta | asyncio.Event | Exception
 """Send this, wait for this, or fail with this."""
@@ -80,7 +81,7 @@ def rounds(
         of_run = None if logprobs is None else tuple(logprobs[start : start + len(run)])
         last = start + size >= len(tokens)
         told = None if start or prompt_logprobs is None else PackedLogprobs.pack(prompt_logprobs)
-        notes = Notes(how, num_drafted, of_run, told)
+        notes = Notes(provenance(how), num_drafted, of_run, told)
         deltas.append(TokenDelta(run, notes, finish if last else None))
     return deltas
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from deployments.http.observer import MAX_KEYS, OTHER_KEYS, Observer
 from deployments.http.tally import Round, RoundTally
 from specdec.core.messages import Notes
+from tests.letters import provenance, spelled
 
 from .conftest import Bench
 
@@ -56,11 +57,11 @@ def test_times_are_measured_from_the_requests_arrival() -> None:
 
 
 def test_rounds_are_put_together_again_wherever_they_were_cut() -> None:
-    notes = Notes("aacpaabcaab", (0, 0, 4, 0, 0, 0, 2, 1, 3, 0, 1))
+    notes = Notes(provenance("aacpaabcaab"), (0, 0, 4, 0, 0, 0, 2, 1, 3, 0, 1))
     rounds = [Round(4, 2), Round(2, 2), Round(1, 0), Round(3, 1), Round(1, 1)]
-    for cut in range(len(notes.how) + 1):
+    for cut in range(len(spelled(notes)) + 1):
         tally = RoundTally()
-        assert tally.add(notes.first(cut)) + tally.add(notes.last(len(notes.how) - cut)) == rounds
+        assert tally.add(notes.first(cut)) + tally.add(notes.last(len(spelled(notes)) - cut)) == rounds
         assert (tally.num_drafts, tally.num_draft_tokens, tally.num_accepted_tokens) == (5, 11, 6)
 
 

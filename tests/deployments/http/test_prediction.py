@@ -13,6 +13,7 @@ from deployments.http import TokenDelta
 from deployments.http.tally import RoundTally
 from specdec.core.messages import Notes
 from specdec.core.tokens import NO_TOKENS
+from tests.letters import provenance
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 
@@ -25,7 +26,7 @@ async def test_its_tokens_travel_with_every_sequence_and_the_usage_tells(
     bench: Bench, client: AsyncOpenAI, content: Any
 ) -> None:
     ids = bench.tokenizer.encode("def add")
-    notes = Notes("x" * (len(ids) - 1) + "y", (*[0] * (len(ids) - 1), 5))
+    notes = Notes(provenance("x" * (len(ids) - 1) + "y"), (*[0] * (len(ids) - 1), 5))
     bench.script = lambda request: [TokenDelta(tuple(ids), notes, finish="length")]
     answer = await client.chat.completions.create(
         model="demo", messages=MESSAGES, n=2, prediction={"type": "content", "content": content}
@@ -86,6 +87,9 @@ async def test_what_is_none_is_refused(refused: Callable[..., Any], prediction: 
 
 def test_rounds_are_told_apart_by_where_their_drafts_are_from() -> None:
     tally = RoundTally()
-    rounds = [*tally.add(Notes("aacxx", (0, 0, 4, 0, 0))), *tally.add(Notes("xyAC", (0, 6, 0, 2)))]
+    rounds = [
+        *tally.add(Notes(provenance("aacxx"), (0, 0, 4, 0, 0))),
+        *tally.add(Notes(provenance("xyAC"), (0, 6, 0, 2))),
+    ]
     assert [tuple(one) for one in rounds] == [(4, 2), (6, 3), (2, 1)]
     assert (tally.num_predicted, tally.num_mispredicted) == (3, 3)

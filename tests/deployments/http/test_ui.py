@@ -15,6 +15,7 @@ from deployments.http.keys import OPEN_PATHS, ApiKeys
 from deployments.http.routes.ui import UI_PATHS
 from specdec.core.messages import Notes, Plan, RoundTimes
 from specdec.core.types import TokenLogprobs
+from tests.letters import provenance
 
 from .conftest import Bench
 
@@ -77,7 +78,9 @@ async def test_where_the_page_is_off_it_is_not_there(bench: Bench) -> None:
 async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[str, Any]) -> None:
     ids = tuple(bench.tokenizer.encode("a = 1\nb = 2\n"))
     notes = Notes(
-        "ac" + "p" * (len(ids) - 2), (0, 3, *[0] * (len(ids) - 2)), times=(None, TIMES, *[None] * (len(ids) - 2))
+        provenance("ac" + "p" * (len(ids) - 2)),
+        (0, 3, *[0] * (len(ids) - 2)),
+        times=(None, TIMES, *[None] * (len(ids) - 2)),
     )
     bench.script = lambda request: [
         TokenDelta(ids[:2], notes.first(2), plan=PLAN),
@@ -87,7 +90,8 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
     got = [choice.get("specdec", {}) for choice in await choices(bench, **prompt, **TOLD)]
     plan = {"num_draft_tokens": 3, "num_branches": 2, "mode": "outcomes", "acceptance_rate": 0.75, "draft_wait_s": 0.0}
     first = {
-        "how": "ac",
+        "kind": ["accepted", "corrected"],
+        "source": ["model", "model"],
         "num_draft_tokens": [0, 3],
         "times": [None, {"target": [5.0, 6.5], "draft": [[4.0, 4.5], [4.5, 5.5]]}],
         "plan": plan,
@@ -96,7 +100,8 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
         *opening,
         first,
         {
-            "how": "p" * (len(ids) - 2),
+            "kind": ["plain"] * (len(ids) - 2),
+            "source": ["model"] * (len(ids) - 2),
             "num_draft_tokens": [0] * (len(ids) - 2),
             "times": [None] * (len(ids) - 2),
             "plan": plan,
@@ -116,24 +121,25 @@ async def test_offsets_cut_the_text_into_its_tokens(bench: Bench) -> None:
     ids = bench.tokenizer.encode(text)
     logprobs = tuple(TokenLogprobs(-0.5, 1) for _ in ids)
     bench.script = lambda request: [
-        TokenDelta((token,), Notes("p", (0,), (logprob,)), "length" if i == len(ids) - 1 else None)
+        TokenDelta((token,), Notes(provenance("p"), (0,), (logprob,)), "length" if i == len(ids) - 1 else None)
         for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
     ]
     got = await choices(bench, logprobs=0, **TOLD)
     said = "".join(choice["text"] for choice in got)
     offsets = [offset for choice in got for offset in choice["specdec"]["text_offset"]]
     assert said == text
-    assert sum(len(choice["specdec"]["how"]) for choice in got) == len(ids) == len(offsets)
+    assert sum(len(choice["specdec"]["kind"]) for choice in got) == len(ids) == len(offsets)
     assert "".join(text[start:end] for start, end in pairwise([*offsets, len(text)])) == text
 
 
 async def test_a_part_of_a_character_is_told_of_too(bench: Bench) -> None:
     ids = bench.tokenizer.encode("🙂🙂")
     bench.script = lambda request: [
-        TokenDelta((token,), Notes("p", (0,)), "length" if i == len(ids) - 1 else None) for i, token in enumerate(ids)
+        TokenDelta((token,), Notes(provenance("p"), (0,)), "length" if i == len(ids) - 1 else None)
+        for i, token in enumerate(ids)
     ]
     got = await choices(bench, **TOLD)
-    assert "".join(choice["specdec"]["how"] for choice in got) == "p" * len(ids)
+    assert [kind for choice in got for kind in choice["specdec"]["kind"]] == ["plain"] * len(ids)
 
 
 async def test_without_a_stream_there_is_nothing_to_include(bench: Bench) -> None:

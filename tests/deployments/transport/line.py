@@ -26,6 +26,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from tests.deployments.transport.nodes import until
 from tests.deployments.transport.test_streams import Call, Poster
+from tests.letters import spelled
 
 SCRIPT = Script(0.8, 0.9, tuple(range(50)))
 NUM_TOKENS = 300
@@ -100,7 +101,7 @@ class Line:
         found: tuple[int, ...] = ()
         async for delta in self.tokens.open(request):
             found += delta.tokens
-            self.num_accepted += delta.notes.how.count("a")
+            self.num_accepted += spelled(delta.notes).count("a")
         return found
 
     async def close(self) -> None:

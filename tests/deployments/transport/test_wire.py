@@ -15,6 +15,7 @@ from specdec.core.log import Mark
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import NO_TOKENS, SharedTokens
 from specdec.core.types import Fingerprints, PackedLogprobs, TokenLogprobs
+from tests.letters import provenance
 
 INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
 SPEC = SequenceSpec(
@@ -31,7 +32,7 @@ SPEC = SequenceSpec(
 PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
 LOGPROBS = TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)
-NOTES = m.Notes("ac", (0, 3), LOGPROBS, PackedLogprobs.pack((None, *LOGPROBS)), 2, TIMES)
+NOTES = m.Notes(provenance("ac"), (0, 3), LOGPROBS, PackedLogprobs.pack((None, *LOGPROBS)), 2, TIMES)
 CANDIDATES = m.Candidates((1, 2), (0.25, 0.75))
 BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
 ALL = (
@@ -141,7 +142,7 @@ def test_a_message_whose_prompt_is_not_in_its_frame_is_refused(place: object) ->
 
 
 def test_an_attachment_that_two_messages_take_for_different_things_is_refused() -> None:
-    batch = [msgspec.to_builtins(message, enc_hook=lambda _: 0) for message in (ALL[0], ALL[3])]
+    batch = [msgspec.to_builtins(message, enc_hook=lambda _: 0, builtin_types=(bytes,)) for message in (ALL[0], ALL[3])]
     with pytest.raises(LinkError, match="part 0 is a SharedTokens, not a LogprobsPart"):
         decode(msgspec.msgpack.encode(["Messages", [b"\0\0\0\0"], batch]), Messages)
 
@@ -154,7 +155,7 @@ def received(parts: list[bytes]) -> tuple[m.Message, ...]:
 def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = SharedTokens(range(150_000))
     told = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1, tuple((i, -0.1 * i) for i in range(20)))] * 10_000))
-    verdict = m.Verdict("s", INC, 3, (4,), m.Notes("p", (0,), None, told), MARK)
+    verdict = m.Verdict("s", INC, 3, (4,), m.Notes(provenance("p"), (0,), None, told), MARK)
     submits = [m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(20)]
     submits.append(m.Submit("other", 1, "i", PROMPT, SPEC))
     batch = (submits[0], verdict, *submits[1:])
@@ -173,7 +174,7 @@ def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.
 
 
 def test_attachments_are_forgotten_with_the_last_frame_of_their_batch() -> None:
-    submit = msgspec.to_builtins(ALL[0], enc_hook=[PROMPT, NO_TOKENS].index)
+    submit = msgspec.to_builtins(ALL[0], enc_hook=[PROMPT, NO_TOKENS].index, builtin_types=(bytes,))
     attached = [PROMPT.to_bytes(), NO_TOKENS.to_bytes()]
     frames = [["Messages", attached, [], True], ["Messages", [], [submit]], ["Messages", [], [submit]]]
     first, second, third = map(msgspec.msgpack.encode, frames)

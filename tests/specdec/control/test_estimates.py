@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.drafting.length.estimates import MEMORY, DecayedRate, tally
+from tests.letters import provenance
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ from specdec.drafting.length.estimates import MEMORY, DecayedRate, tally
     ],
 )
 def test_what_follows_a_refused_token_was_not_judged(how, num_drafted, counts):
-    assert tally(how, num_drafted) == counts
+    assert tally(provenance(how), num_drafted) == counts
 
 
 def test_a_rate_begins_at_its_prior_and_forgets():

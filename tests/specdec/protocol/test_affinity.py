@@ -15,6 +15,7 @@ from specdec.drafting.length.plans import fixed_plan
 from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose, choose_router
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
+from tests.letters import provenance
 
 SLACK = 4
 
@@ -108,7 +109,9 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
     assert submitted("a", first) == "T0"
     assert submitted("a2", first) == "T1", "nobody has read it yet"
     log = TokenLog((*first, *answer))
-    machine.receive(Verdict("a", Inc(1, 0), len(first), answer, Notes("p" * len(answer), (0,) * 32), log.mark()), 0.0)
+    machine.receive(
+        Verdict("a", Inc(1, 0), len(first), answer, Notes(provenance("p" * len(answer)), (0,) * 32), log.mark()), 0.0
+    )
     machine.receive(Cancel("a", 1), 0.0)
     for seq in ("b", "c"):
         assert submitted(seq, log_of(ord(seq), 4).tail(0)) == {"b": "T0", "c": "T0"}[seq]
@@ -184,7 +187,7 @@ def test_what_the_only_target_has_read_is_known_when_another_comes() -> None:
 
     assert submit("a") == "T1"
     decided = TokenLog((*log.tail(0), 7))
-    machine.receive(Verdict("a", Inc(1, 0), len(log), (7,), Notes("p", (0,)), decided.mark()), 0.0)
+    machine.receive(Verdict("a", Inc(1, 0), len(log), (7,), Notes(provenance("p"), (0,)), decided.mark()), 0.0)
     machine.receive(Cancel("a", 1), 0.0)
     machine.worker_joined("T0", "target", 0.0)
     assert submit("b") == "T1", "the other would be first by name"

@@ -27,6 +27,7 @@ from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
+from tests.letters import provenance
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_faults import FaultyDraft
 from tests.specdec.protocol.test_router import PLAN, SPEC, TIMES, join, opened, submit, submitted
@@ -245,7 +246,7 @@ def test_a_request_whose_lost_end_its_tokens_tell_ends_so_where_the_model_is_gon
     for seq, num_tokens in (("all", SPEC.max_tokens), ("less", SPEC.max_tokens - 1)):
         machine.start(seq, PROMPT, SPEC, 0.0)
         log = TokenLog((*PROMPT, *range(5, 5 + num_tokens)))
-        tokens, notes = log.tail(len(PROMPT)), Notes("p" * num_tokens, (0,) * num_tokens)
+        tokens, notes = log.tail(len(PROMPT)), Notes(provenance("p" * num_tokens), (0,) * num_tokens)
         machine.receive(NewTokens(seq, asked(machine)[1], len(PROMPT), tokens, notes, log.mark()), 0.0)
     machine.take_deliveries()
     machine.router_lost("R0", 0.0)

@@ -7,6 +7,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
+from tests.letters import provenance
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(renew_interval_s=1.0, retry_interval_s=0.5, peer_timeout_s=4.0)
@@ -34,12 +35,12 @@ def submission(attempt=1, output=()):
 
 
 def new_tokens(base, tokens, whole, attempt=1):
-    notes = Notes("p" * len(tokens), (0,) * len(tokens))
+    notes = Notes(provenance("p" * len(tokens)), (0,) * len(tokens))
     return NewTokens("s", attempt, P + base, tuple(tokens), notes, log_of(whole).mark())
 
 
 def delivered(*tokens):
-    return TokenDelta(tokens, Notes("p" * len(tokens), (0,) * len(tokens)))
+    return TokenDelta(tokens, Notes(provenance("p" * len(tokens)), (0,) * len(tokens)))
 
 
 def test_tokens_are_delivered_once():

@@ -21,7 +21,7 @@ from specdec.drafting.ngram import (
     NgramOptions,
     Reading,
     TextIndex,
-    ngram_drafter,
+    token_drafter,
 )
 
 SPEC = SequenceSpec(SamplingParams(), 0, 4, 1000)
@@ -121,12 +121,12 @@ def test_it_drafts_as_far_as_the_match_is_long_and_within_its_bounds() -> None:
 def test_no_look_up_where_none_is_wanted() -> None:
     with_prediction = replace(SPEC, prediction=SharedTokens((1, 2)))
     for_all, for_some = NgramOptions(16), NgramOptions(16, for_all=False)
-    assert ngram_drafter(SPEC, for_all) is not None
-    assert ngram_drafter(with_prediction, for_some) is not None
-    assert ngram_drafter(SPEC, for_some) is None
-    assert ngram_drafter(with_prediction, None) is None
-    assert ngram_drafter(replace(SPEC, num_speculative_tokens=0), for_all) is None
-    assert ngram_drafter(SPEC, NgramOptions(0)) is None
+    assert token_drafter(SPEC, for_all) is not None
+    assert token_drafter(with_prediction, for_some) is not None
+    assert token_drafter(SPEC, for_some) is None
+    assert token_drafter(with_prediction, None) is None
+    assert token_drafter(replace(SPEC, num_speculative_tokens=0), for_all) is None
+    assert token_drafter(SPEC, NgramOptions(0)) is None
 
 
 def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_ones_again() -> None:

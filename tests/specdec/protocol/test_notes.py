@@ -4,20 +4,21 @@ import pytest
 
 from specdec.core.messages import Notes, RoundTimes
 from specdec.core.types import TokenLogprobs
+from tests.letters import provenance, spelled
 
 LOGPROBS = tuple(TokenLogprobs(-float(i), i + 1) for i in range(4))
-NOTES = Notes("aacp", (0, 0, 3, 0))
-REPORTED = Notes("aacp", (0, 0, 3, 0), LOGPROBS, num_cached_tokens=7)
+NOTES = Notes(provenance("aacp"), (0, 0, 3, 0))
+REPORTED = Notes(provenance("aacp"), (0, 0, 3, 0), LOGPROBS, num_cached_tokens=7)
 TIMES = None, None, RoundTimes((1.0, 2.0), ((0.5, 0.75),)), RoundTimes((2.0, 3.0))
-TIMED = Notes("aacp", (0, 0, 3, 0), times=TIMES)
+TIMED = Notes(provenance("aacp"), (0, 0, 3, 0), times=TIMES)
 
 
 @pytest.mark.parametrize("notes", [NOTES, REPORTED, TIMED])
 @pytest.mark.parametrize("count", range(5))
 def test_first_and_last_cut_every_field_alike(notes, count):
     first, last = notes.first(count), notes.last(count)
-    assert (first.how, first.num_drafted) == (notes.how[:count], notes.num_drafted[:count])
-    assert (last.how, last.num_drafted) == (notes.how[4 - count :], notes.num_drafted[4 - count :])
+    assert (spelled(first), first.num_drafted) == (spelled(notes)[:count], notes.num_drafted[:count])
+    assert (spelled(last), last.num_drafted) == (spelled(notes)[4 - count :], notes.num_drafted[4 - count :])
     if notes.logprobs is not None:
         assert (first.logprobs, last.logprobs) == (LOGPROBS[:count], LOGPROBS[4 - count :])
     else:

@@ -7,6 +7,7 @@ from itertools import count
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.plans import Planning
+from tests.letters import provenance
 from tests.specdec.protocol.test_replans import Chooser
 
 SPEC = SequenceSpec(SamplingParams(), 1, 1, 8)
@@ -21,8 +22,8 @@ def planning():
 
 def test_what_was_decided_is_handed_over_in_the_turn_after_the_one_that_relays_it():
     one, chooser = planning()
-    one.decided("s", Notes("p"), 0.01)
-    one.decided("t", Notes("p"), 0.01)
+    one.decided("s", Notes(provenance("p")), 0.01)
+    one.decided("t", Notes(provenance("p")), 0.01)
     one.take_turn(0.01)
     assert chooser.told == []
     one.take_turn(0.02)
@@ -32,7 +33,7 @@ def test_what_was_decided_is_handed_over_in_the_turn_after_the_one_that_relays_i
 
 def test_a_sequence_ends_after_all_that_was_decided():
     one, chooser = planning()
-    one.decided("s", Notes("p"), 0.01)
+    one.decided("s", Notes(provenance("p")), 0.01)
     one.closed("s")
     assert chooser.told == [("decided", "s", "p"), ("closed", "s")]
 
@@ -42,7 +43,7 @@ def test_a_review_follows_a_verdict_by_a_turn():
     reviews = []
     for turn in range(1, 101):  # a verdict in every tenth turn
         if turn % 10 == 0:
-            one.decided("s", Notes("p"), turn / 100)
+            one.decided("s", Notes(provenance("p")), turn / 100)
         if one.take_turn(turn / 100):
             reviews.append(turn)
     assert reviews == [31, 61, 91]
@@ -53,7 +54,7 @@ def test_without_verdicts_and_with_too_many_a_review_waits_for_another_period():
         one, chooser = planning()
         for turn in count(1):
             if verdicts:
-                one.decided("s", Notes("p"), turn / 100)
+                one.decided("s", Notes(provenance("p")), turn / 100)
             if one.take_turn(turn / 100):
                 break
         assert turn == 50

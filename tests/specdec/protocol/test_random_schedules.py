@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
-from specdec.core.messages import ACCEPTED, Notes
+from specdec.core.messages import Notes
 from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
+from tests.letters import ACCEPTED, spelled
 from tests.sizes import sized
 from tests.specdec.protocol.scripted import ScriptedTarget
 from tests.specdec.protocol.world import NOTHING, World, run_schedule
@@ -58,9 +59,9 @@ def test_notes_add_up_to_the_targets_counters() -> None:
         deciding = [m.standalone if isinstance(m, DraftWorkerMachine) else m for m in machines]
         counters = [machine.counters for machine in deciding if isinstance(machine, TargetMachine)]
         notes = sum((client.notes for client in clients), Notes())
-        num_accepted += sum(letter in ACCEPTED for letter in notes.how)
-        assert len(notes.how) == sum(c.num_committed_tokens for c in counters)
-        assert sum(letter in ACCEPTED for letter in notes.how) == sum(c.num_accepted_tokens for c in counters)
+        num_accepted += sum(letter in ACCEPTED for letter in spelled(notes))
+        assert len(spelled(notes)) == sum(c.num_committed_tokens for c in counters)
+        assert sum(letter in ACCEPTED for letter in spelled(notes)) == sum(c.num_accepted_tokens for c in counters)
         assert sum(notes.num_drafted) == sum(c.num_draft_tokens for c in counters)
         assert sum(count > 0 for count in notes.num_drafted) == sum(c.num_drafts for c in counters)
     assert num_accepted > sized(20, 100)

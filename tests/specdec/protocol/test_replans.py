@@ -3,6 +3,7 @@ from __future__ import annotations
 from specdec.core.messages import Alive, Close, Inc, Offer, Plan, PlanUpdate, Resync
 from specdec.drafting.length.plans import PlanController
 from specdec.protocol.router import RouterMachine
+from tests.letters import spelled
 from tests.specdec.protocol.scripted import log_of
 from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict
 
@@ -18,7 +19,7 @@ class Chooser(PlanController):
         self.told.append(("closed", seq))
 
     def decided(self, seq, notes, now_s):
-        self.told.append(("decided", seq, notes.how))
+        self.told.append(("decided", seq, spelled(notes)))
 
     def reported(self, worker, kind, report):
         self.told.append(("reported", worker, kind, report))

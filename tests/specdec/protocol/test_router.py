@@ -30,6 +30,7 @@ from specdec.core.tokens import SharedTokens
 from specdec.core.types import PackedLogprobs, TokenLogprobs
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
+from tests.letters import provenance
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, renew_interval_s=1.0, renew_grace_s=0.5, peer_timeout_s=4.0)
@@ -70,7 +71,7 @@ def opened(n=0, output=(), attempt=1, seq="s", plan=PLAN, suspects=""):
 
 
 def notes(tokens):
-    return Notes("p" * len(tokens), (0,) * len(tokens))
+    return Notes(provenance("p" * len(tokens)), (0,) * len(tokens))
 
 
 def verdict(base, tokens, whole=None, n=0, finish=None, attempt=1):

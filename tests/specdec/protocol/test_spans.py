@@ -13,6 +13,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.in_process import InProcessService
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
+from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_drafter import Counting
 from tests.specdec.protocol.test_faults import FaultyDraft
@@ -76,7 +77,7 @@ def test_a_sequence_is_one_span_on_each_machine_and_the_sums_are_those_of_its_no
     while len(finished) < 2:
         for delivery in service.pump():
             if delivery.seq == "s":
-                how += delivery.notes.how
+                how += spelled(delivery.notes)
                 drafted += sum(delivery.notes.num_drafted)
                 rounds += sum(num > 0 for num in delivery.notes.num_drafted)
             if delivery.finish is not None:

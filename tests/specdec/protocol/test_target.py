@@ -25,6 +25,7 @@ from specdec.core.tokens import SharedTokens
 from specdec.core.types import TokenLogprobs
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
+from tests.letters import provenance, spelled
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, retry_interval_s=0.5, max_unacked_tokens=6)
@@ -82,10 +83,10 @@ def verdict(base, tokens, notes, finish=None, inc=INC):
 @pytest.mark.parametrize(
     ("chain", "run", "notes"),
     [
-        ((), TRUE[:1], Notes("p", (0,))),
-        (TRUE[:3], TRUE[:4], Notes("aaab", (0, 0, 0, 3))),
-        ((3, 4, 9), TRUE[:3], Notes("aac", (0, 0, 3))),
-        ((9, 4, 5), TRUE[:1], Notes("c", (3,))),
+        ((), TRUE[:1], Notes(provenance("p"), (0,))),
+        (TRUE[:3], TRUE[:4], Notes(provenance("aaab"), (0, 0, 0, 3))),
+        ((3, 4, 9), TRUE[:3], Notes(provenance("aac"), (0, 0, 3))),
+        ((9, 4, 5), TRUE[:1], Notes(provenance("c"), (3,))),
     ],
 )
 def test_a_round(chain, run, notes):
@@ -98,10 +99,10 @@ def test_a_verdict_is_cumulative_until_it_is_acknowledged():
     machine = machine_with(open_message(), offer((), TRUE[:2]))
     machine.step(0.0)
     machine.step(0.0)
-    assert verdicts(machine)[-1] == verdict(0, TRUE[:4], Notes("aabp", (0, 0, 2, 0)))
+    assert verdicts(machine)[-1] == verdict(0, TRUE[:4], Notes(provenance("aabp"), (0, 0, 2, 0)))
     machine.receive(Ack("s", INC, len(PROMPT) + 3), 0.0)
     machine.step(0.0)
-    assert verdicts(machine) == [verdict(3, TRUE[3:5], Notes("pp", (0, 0)))]
+    assert verdicts(machine) == [verdict(3, TRUE[3:5], Notes(provenance("pp"), (0, 0)))]
 
 
 def test_rounds_are_told_one_by_one_though_nobody_took_the_outbox_between_them():
@@ -111,9 +112,9 @@ def test_rounds_are_told_one_by_one_though_nobody_took_the_outbox_between_them()
     machine.receive(Ack("s", INC, len(PROMPT) + 3), 0.0)
     machine.step(0.0)
     assert verdicts(machine) == [
-        verdict(0, TRUE[:3], Notes("aab", (0, 0, 2))),
-        verdict(0, TRUE[:4], Notes("aabp", (0, 0, 2, 0))),
-        verdict(3, TRUE[3:5], Notes("pp", (0, 0))),
+        verdict(0, TRUE[:3], Notes(provenance("aab"), (0, 0, 2))),
+        verdict(0, TRUE[:4], Notes(provenance("aabp"), (0, 0, 2, 0))),
+        verdict(3, TRUE[3:5], Notes(provenance("pp"), (0, 0))),
     ]
 
 
@@ -121,7 +122,7 @@ def test_without_credit_a_row_pauses_and_repeats_its_verdict():
     machine = machine_with(open_message())
     for _ in range(20):
         machine.step(0.0)
-    last = verdict(0, TRUE[:6], Notes("p" * 6, (0,) * 6))
+    last = verdict(0, TRUE[:6], Notes(provenance("p" * 6), (0,) * 6))
     assert verdicts(machine)[-1] == last
     assert not machine.step(0.4)
     assert verdicts(machine) == []
@@ -140,7 +141,7 @@ def test_no_ack_shortens_the_log(length):
     machine.step(0.0)
     sent = verdicts(machine)[-1]
     assert sent.mark == log_of(TRUE[:4]).mark()
-    assert len(sent.notes.how) == len(sent.tokens) == len(PROMPT) + 4 - sent.base
+    assert len(spelled(sent.notes)) == len(sent.tokens) == len(PROMPT) + 4 - sent.base
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,10 @@ def test_an_offer_under_another_inc_is_ignored():
 @pytest.mark.parametrize(
     ("true", "spec", "backend", "run", "notes", "finish"),
     [
-        ((3, EOS, 5, 6), {}, {}, (3, EOS), Notes("aa", (0, 3)), "stop"),  # nothing after it is committed
-        ((3, 4, 5, EOS), {}, {}, (3, 4, 5, EOS), Notes("aaab", (0, 0, 0, 3)), "stop"),
-        ((3, 4, 5, 6), {"max_tokens": 2}, {}, (3, 4), Notes("ab", (0, 1)), "length"),
-        ((3, 4, 5, 6), {}, {"max_model_len": len(PROMPT) + 2}, (3, 4), Notes("ab", (0, 1)), "length"),
+        ((3, EOS, 5, 6), {}, {}, (3, EOS), Notes(provenance("aa"), (0, 3)), "stop"),  # nothing after it is committed
+        ((3, 4, 5, EOS), {}, {}, (3, 4, 5, EOS), Notes(provenance("aaab"), (0, 0, 0, 3)), "stop"),
+        ((3, 4, 5, 6), {"max_tokens": 2}, {}, (3, 4), Notes(provenance("ab"), (0, 1)), "length"),
+        ((3, 4, 5, 6), {}, {"max_model_len": len(PROMPT) + 2}, (3, 4), Notes(provenance("ab"), (0, 1)), "length"),
     ],
 )
 def test_finish_is_decided_while_a_run_is_walked(true, spec, backend, run, notes, finish):
@@ -217,7 +218,7 @@ def test_a_newer_inc_replaces_the_log_and_an_older_one_does_not():
     machine.receive(open_message(TRUE[:5], Inc(2, 0)), 0.0)
     machine.receive(open_message((), Inc(1, 1)), 0.0)
     machine.step(0.0)
-    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes("p", (0,)), inc=Inc(2, 0))
+    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes(provenance("p"), (0,)), inc=Inc(2, 0))
     assert machine._backend.released == []  # what is cached is reused
 
 

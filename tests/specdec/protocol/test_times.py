@@ -12,6 +12,7 @@ from specdec.engine.timing import LastStep
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
+from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, log_of
 from tests.specdec.protocol.test_drafter import INC, Counting, chain
 from tests.specdec.protocol.test_target import TIMES, TRUE, Oracle
@@ -68,7 +69,7 @@ def test_a_target_notes_its_step_and_the_drafters_at_the_last_token_of_a_round()
     machine.step(0.0)
     machine.step(0.0)
     newest = {verdict.seq: verdict.notes for verdict in machine.take_outbox()["R"]}
-    assert newest["s"].how == "aabp"
+    assert spelled(newest["s"]) == "aabp"
     assert newest["s"].times == (None, None, RoundTimes((1.0, 1.0), steps), RoundTimes((2.0, 2.0)))
     assert newest["t"].times == ()
 

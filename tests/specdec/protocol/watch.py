@@ -16,6 +16,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetSequence
+from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine
@@ -232,13 +233,13 @@ def check_notes(client: Client, script: Script) -> None:
     A round may lack its first tokens, where its position had been decided by another life of the target before.
     """
     notes, accepted = client.notes, 0
-    expect(len(notes.how) == len(notes.num_drafted) == len(client.tokens), "notes are not one for each token")
-    for i, (letter, num_drafted) in enumerate(zip(notes.how, notes.num_drafted, strict=True)):
+    expect(len(spelled(notes)) == len(notes.num_drafted) == len(client.tokens), "notes are not one for each token")
+    for i, (letter, num_drafted) in enumerate(zip(spelled(notes), notes.num_drafted, strict=True)):
         kind = KINDS[letter]
         accepted += kind == "a"
         if kind == "a" and not num_drafted:
-            expect(i + 1 < len(notes.how), "a round without an end")
-            expect(source_of(notes.how[i + 1]) == source_of(letter), "a round whose draft is from two sources")
+            expect(i + 1 < len(spelled(notes)), "a round without an end")
+            expect(source_of(spelled(notes)[i + 1]) == source_of(letter), "a round whose draft is from two sources")
             continue
         fits = {"a": accepted <= num_drafted, "b": accepted <= num_drafted, "c": accepted < num_drafted}
         expect(fits.get(kind, kind == "p" and num_drafted == accepted == 0), "a round that cannot be")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.core.messages import ACCEPTED, Message, Plan, PlanUpdate
+from specdec.core.messages import Message, Plan, PlanUpdate
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.ngram import NgramOptions
@@ -17,6 +17,7 @@ from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
+from tests.letters import ACCEPTED, spelled
 from tests.specdec.protocol.network import Network
 from tests.specdec.protocol.scripted import (
     PROMPT,
@@ -340,7 +341,7 @@ class World:
             self.counts[client.state] += 1
             self.counts["errors"] += client.finish == "error"
             self.counts["tokens"] += len(client.tokens)
-            how = client.notes.how
+            how = spelled(client.notes)
             self.counts["accepted"] += sum(letter in ACCEPTED for letter in how)
             self.counts["predicted"] += how.count("x")
         for node in self.nodes.values():

@@ -9,6 +9,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.group import Group
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Planner, fixed_plan
+from tests.letters import provenance
 from tests.specdec.control.machines import Pair, Service
 
 BRANCHES = 16
@@ -118,7 +119,7 @@ def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPa
 
     def decided(seq: str, *times_s: float) -> None:
         for now_s in times_s:
-            controller.decided(seq, Notes("p", (0,)), now_s)
+            controller.decided(seq, Notes(provenance("p"), (0,)), now_s)
 
     decided("a", 1.0, 2.0, 3.0, 4.0)
     assert heard == [], "b has no token yet"

@@ -13,6 +13,7 @@ from specdec import Grammar, SamplingParams
 from specdec.structured.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
 from specdec.structured.parsing.hermes import HermesParser
 from specdec.structured.parsing.reasoning import ReasoningTags
+from tests.letters import spelled
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of
@@ -116,7 +117,7 @@ def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(pair: str, nam
     for output in found:
         ends = [AS_TEXT.end in tokenizer().decode(token) or token == END for token in output.tokens]
         place = ends.index(True) if True in ends[:-1] else 0
-        crossed += output.notes.how[place : place + 2].startswith("a") and output.notes.how[place + 1] != "p"
+        crossed += spelled(output.notes)[place : place + 2].startswith("a") and spelled(output.notes)[place + 1] != "p"
     assert crossed > 0, "no draft went on after the end of the reasoning"
     counts: Counter[str] = Counter()
     for seed in (1, 2):

@@ -13,6 +13,7 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.protocol.draft_row import DraftSequence
+from tests.letters import spelled
 from tests.sizes import some
 from tests.specdec.engine.pairs import (
     EOS,
@@ -46,7 +47,7 @@ def plain(case: Case) -> list[int]:
 def rounds(output: Output) -> list[tuple[int, int]]:
     """(output tokens before it, draft tokens) of each round; the rounds of a sequence that was not cut mid-run."""
     found, before = [], 0
-    for i, (letter, num_drafted) in enumerate(zip(output.notes.how, output.notes.num_drafted, strict=True)):
+    for i, (letter, num_drafted) in enumerate(zip(spelled(output.notes), output.notes.num_drafted, strict=True)):
         if letter != "a" or num_drafted:
             found.append((before, num_drafted))
             before = i + 1
@@ -62,10 +63,10 @@ def test_edge_03_an_end_inside_a_run_drops_the_rest_of_it(temperature: float) ->
     service = make_service("llama", ALWAYS_RIGHT, 8)
     (output,) = collect(service, [case])
     assert (output.tokens, output.finish) == (without_end[: at + 1], "stop")
-    assert output.notes.how[-1] == "a"  # no bonus after it, and nothing was drafted beyond it
+    assert spelled(output.notes)[-1] == "a"  # no bonus after it, and nothing was drafted beyond it
     counters = service.target.counters
-    assert counters.num_committed_tokens == len(output.notes.how) == at + 1
-    assert counters.num_accepted_tokens == sum(counters.num_accepted_per_position) == output.notes.how.count("a")
+    assert counters.num_committed_tokens == len(spelled(output.notes)) == at + 1
+    assert counters.num_accepted_tokens == sum(counters.num_accepted_per_position) == spelled(output.notes).count("a")
     assert counters.num_draft_tokens == sum(output.notes.num_drafted) == counters.num_accepted_tokens
     gauges = service.target._backend.gauges()
     assert gauges["kv_blocks_in_use"] == gauges["num_cached_sequences"] == 0
@@ -111,8 +112,8 @@ def test_edge_04_a_row_goes_plain_beyond_the_drafts_length() -> None:
     draft = backend(ModelDrafter, make_model("llama"), max_model_len=20)
     (output,) = collect(InProcessService(backend(ModelTarget, make_model("llama")), draft, 4), [case])
     assert output.tokens == plain(case)
-    assert output.notes.how[:10].count("a") == 8
-    assert set(output.notes.how[15:]) == {"p"}
+    assert spelled(output.notes)[:10].count("a") == 8
+    assert set(spelled(output.notes)[15:]) == {"p"}
 
 
 @torch.inference_mode()
@@ -151,7 +152,7 @@ def test_edge_07_min_p_and_logit_bias_act_on_accepted_corrected_and_bonus_tokens
             logits = model(torch.tensor([[*PROMPT, *want]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]
         share = (logits - logits[:, 1::2].amax(1, keepdim=True)).exp()
         kinds: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-        for i, letter in enumerate(output.notes.how):
+        for i, letter in enumerate(spelled(output.notes)):
             kinds.setdefault(letter, []).append(i)
         for letter in "abc":
             assert len(kinds[letter]) > 1
@@ -183,7 +184,7 @@ def test_edge_12_a_bonus_is_no_accepted_token_and_the_draft_catches_up(temperatu
         (output,) = collect(service, [case])
         assert output.tokens == plain(case)
         runs, last = divmod(41, k + 1)
-        assert output.notes.how == ("a" * k + "b") * runs + ("p" if last else "")
+        assert spelled(output.notes) == ("a" * k + "b") * runs + ("p" if last else "")
         assert service.target.counters.num_accepted_tokens == k * runs
 
 
@@ -233,7 +234,7 @@ def test_edge_14_speculation_switched_on_again_catches_up(temperature: float) ->
         begin = len(output.tokens)
         while len(output.tokens) < num_tokens:
             deliver(service, {name: output})
-        return output.notes.how[begin:]
+        return spelled(output.notes)[begin:]
 
     def plan(num_draft_tokens: int) -> None:
         for machine in (service.target, service.drafter):
@@ -294,7 +295,7 @@ def test_edge_19_without_drafts_the_draft_model_is_not_touched(monkeypatch: pyte
     monkeypatch.setattr(service.drafter, "receive", noting_receive)
     cases = [Case(PROMPT[i:], 12, GREEDY, num_speculative_tokens=0) for i in range(4)]
     outputs = collect(service, cases)
-    assert [output.notes.how for output in outputs] == ["p" * len(output.tokens) for output in outputs]
+    assert [spelled(output.notes) for output in outputs] == ["p" * len(output.tokens) for output in outputs]
     assert asked == opened - {""} == set()
     assert service.drafter.counters.num_steps == draft.gauges()["num_cached_sequences"] == 0
     again = [replace(cases[0], num_speculative_tokens=None), cases[1], Case(PROMPT, 1, GREEDY), cases[2]]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.models.demos import demo_folder
-from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec import BackendOptions, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
 from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.results import GenerationResult
 from specdec.executor.runner import ModelRunner
@@ -84,7 +84,7 @@ def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
     prompts = [PROMPTS[0] * 6 + end for end in ("", "import", "x = 1")]
     alone = SpeculativeEngine.from_pretrained(target).generate_batch(prompts, sampling, seed=3, max_tokens=40)
     options = BackendOptions(max_num_batched_tokens=16)
-    engine = SpeculativeEngine.from_pretrained(target, DRAFTS["int8"], num_ngram_tokens=8, options=options)
+    engine = SpeculativeEngine.from_pretrained(target, DRAFTS["int8"], ngram=NgramOptions(8), options=options)
     together = engine.generate_batch(prompts, sampling, seed=3, max_tokens=40)
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
     for got, want in zip(together, alone, strict=True):
