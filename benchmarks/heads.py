@@ -26,7 +26,7 @@ from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.engine.observed import ObservedTarget
-from specdec.engine.timing import StepReport, profile_target
+from specdec.engine.timing import StepMetrics, profile_target
 from specdec.models.loading import ModelSource, load_tokenizer
 from tests.specdec.engine.pairs import Case
 
@@ -55,9 +55,9 @@ def main() -> None:
         most = max((int(tree) for tree in trees if tree != "auto"), default=32) if size == "auto" else int(size)
         heads = HeadsOptions(arguments.heads, 64, most)
         options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_seqs=4, heads=heads)
-        target, report = build_target(source, options)[0], StepReport()
+        target, report = build_target(source, options)[0], StepMetrics()
         profile_target(target, report.profiled)
-        chooser = DraftGains(report.gauges) if size == "auto" else None
+        chooser = DraftGains(report.metrics) if size == "auto" else None
         service = InProcessService(ObservedTarget(target, [report]), None, 0, chooser=chooser)
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature)

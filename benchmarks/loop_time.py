@@ -334,7 +334,7 @@ async def play(name: str, patch: pytest.MonkeyPatch) -> str:
     """Play a scene in a service of its own; a row of the table."""
     tokenizer = AutoTokenizer.from_pretrained(demo_folder("target"))
     line = Line(patch, max_model_len=MAX_MODEL_LEN, backend=TellingTarget(SCRIPT, MAX_MODEL_LEN))
-    await until(lambda: bool(line.ingress.linked_peers()) and bool(line.routers.reports()))
+    await until(lambda: bool(line.ingress.linked_peers()) and bool(line.routers.worker_metrics()))
     app = create_app(
         line.tokens, ApiSettings(limits=_limits()), tokenizer, keys=ApiKeys(KEYS), store=MemoryStore(ResponsesStore())
     )

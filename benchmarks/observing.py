@@ -21,7 +21,7 @@ from specdec.core.backends import TargetBackend, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import ObservedTarget
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import StepMetrics
 
 NUM_SERIES = 100
 
@@ -38,7 +38,7 @@ def steps(num_rows: int, *, observed: bool) -> Callable[[], object]:
     """A step of a target that costs next to nothing, with what metrics need or without."""
     backend: TargetBackend = ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 100)
     if observed:
-        backend = ObservedTarget(backend, [StepReport()])
+        backend = ObservedTarget(backend, [StepMetrics()])
     spec = SequenceSpec(SamplingParams(), seed=1, max_tokens=50, output_start=4)
     jobs = [VerifyJob(f"s{i}", TokenLog((5, 6, 7, 8)), (), spec) for i in range(num_rows)]
     return lambda: backend.verify(jobs)

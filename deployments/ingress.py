@@ -30,7 +30,7 @@ from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, con
 from deployments.operate.live import LiveKeys, WatchedFile
 from deployments.operate.requantize import add_quantization_routes
 from deployments.operate.stores import open_store
-from deployments.scaling.autoscaling import LONG_QUEUE_S, Report
+from deployments.scaling.autoscaling import LONG_QUEUE_S, Metrics
 from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from deployments.transport.link import spawn
@@ -90,7 +90,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             self._closers.append(self._adapters.close)
         elif self._store is not None:
             self._store_start = spawn(self._start_store(self._store))
-        self.start_metrics(ReplicaMetrics("ingress", args.model_name, self._report))
+        self.start_metrics(ReplicaMetrics("ingress", args.model_name, self._metrics))
 
     async def _start_store(self, store: Store) -> None:
         """Have the store's process start now: the first response waits for it no longer than for any answer."""
@@ -174,7 +174,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         add_quantization_routes(app, self._args, is_local=self._is_local)
         return app
 
-    async def _report(self) -> Report:
+    async def _metrics(self) -> Metrics:
         drains = {"is_draining": float(self._service.is_draining)}
         users = {
             "slots_used_share": self._admission.slots_used,
@@ -182,7 +182,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             "num_requests_refused": float(self._admission.num_refused),
             "longest_queue_s": self._observer.longest_queue_s(),
         }
-        return self._machine.report() | self.config_report() | drains | users
+        return self._machine.metrics() | self.config_metrics() | drains | users
 
     async def users_wait(self) -> float:
         """1 while users of this ingress wait, or are refused, else 0: for the autoscaling of targets and routers."""

@@ -17,7 +17,7 @@ from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
 from deployments.operate.live import LiveKeys
 from deployments.operate.readiness import users_load, users_poll
-from deployments.scaling.autoscaling import ExposedDrafts, Report, Waker
+from deployments.scaling.autoscaling import ExposedDrafts, Metrics, Waker
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
 from specdec.core.types import SpeculationMode
@@ -59,7 +59,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._least = _min_workers(args)
         self._waker: Waker | None = None
         self._exposed = ExposedDrafts()
-        self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
+        self.start_metrics(ReplicaMetrics("router", args.model_name, self._metrics))
         self._users = users_poll()
         self._call_drafters()
 
@@ -81,14 +81,14 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
         self._router_host.tell(change)
 
-    async def _report(self) -> Report:
-        reports = self._machine.reports()
-        linked = [kind for kind, _ in reports.values()]
+    async def _metrics(self) -> Metrics:
+        of_workers = self._machine.worker_metrics()
+        linked = [kind for kind, _ in of_workers.values()]
         workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._kinds}
         workers |= {f"min_workers/{kind}": float(self._least[kind]) for kind in self._kinds}
-        targets = {name: report for name, (kind, report) in reports.items() if kind == "target"}
+        targets = {name: metrics for name, (kind, metrics) in of_workers.items() if kind == "target"}
         exposed = {"exposed_draft_share": self._exposed.update(targets, time.monotonic())}
-        return self._machine.figures() | workers | exposed | self.config_report()
+        return self._machine.metrics() | workers | exposed | self.config_metrics()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: this replica's load, and whether users wait."""
@@ -100,7 +100,8 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     def _is_serving(self) -> bool:
         has_target = any(
-            kind == "target" and not report.get("is_draining") for kind, report in self._machine.reports().values()
+            kind == "target" and not metrics.get("is_draining")
+            for kind, metrics in self._machine.worker_metrics().values()
         )
         return super()._is_serving() and has_target
 
@@ -111,9 +112,9 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             self._closers.append(self._waker.close)
 
     def _lacks_drafter(self) -> bool:
-        reports = self._machine.reports().values()
-        is_there = any(kind == "drafter" and not report.get("is_draining") for kind, report in reports)
-        return not is_there and self._machine.figures()["num_without_drafter"] > 0
+        of_workers = self._machine.worker_metrics().values()
+        is_there = any(kind == "drafter" and not metrics.get("is_draining") for kind, metrics in of_workers)
+        return not is_there and self._machine.metrics()["num_without_drafter"] > 0
 
     def _call_drafter(self) -> Any:
         app_name = self._args.draft.pool or serve.get_replica_context().app_name
@@ -121,8 +122,8 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
         """Every live worker by its name: its kind, and whether it drains."""
-        reports = self._machine.reports().items()
-        return {name: (kind, bool(report.get("is_draining"))) for name, (kind, report) in reports}
+        of_workers = self._machine.worker_metrics().items()
+        return {name: (kind, bool(metrics.get("is_draining"))) for name, (kind, metrics) in of_workers}
 
 
 def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:

@@ -26,7 +26,7 @@ from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
 from deployments.operate.live import LiveKeys
 from deployments.operate.readiness import ReplicaPoll, users_load, users_poll
-from deployments.scaling.autoscaling import Report
+from deployments.scaling.autoscaling import Metrics
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.checkpoint.compat import tokenizer_width
@@ -35,7 +35,7 @@ from specdec.core.types import Progress
 from specdec.drafting.length.gains import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
-from specdec.engine.timing import LastStep, StepReport, profile_drafter, profile_target
+from specdec.engine.timing import LastStep, StepMetrics, profile_drafter, profile_target
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
@@ -53,11 +53,11 @@ class _Worker(LiveKeys, Measured, WorkerEndpoint):
     def _go_by(self, args: AppArgs) -> None:
         self._worker_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
 
-    def _measure(self, part: Part, machine: TargetMachine | DraftWorkerMachine, report: StepReport) -> None:
-        """Count and export what the machine reports, in its own turns."""
+    def _measure(self, part: Part, machine: TargetMachine | DraftWorkerMachine, steps: StepMetrics) -> None:
+        """Count and export what the machine counts, in its own turns."""
 
-        async def ask() -> Report:
-            return await self._worker_host.ask(lambda _machine: machine.report() | report.totals())
+        async def ask() -> Metrics:
+            return await self._worker_host.ask(lambda _machine: machine.metrics() | steps.step_counts())
 
         self.start_metrics(ReplicaMetrics(part, self._args.model_name, ask))
 
@@ -77,24 +77,24 @@ class TargetServer(_Worker):
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)
-        name, report = replica_id(), StepReport()
+        name, steps = replica_id(), StepMetrics()
         own = fingerprints(args, of_draft=args.target.engine != "vllm")
         with _startup() as say:
             backend = backend_of(args, "target", partial(_target_backend, args, gpu_share, say))
             if args.is_auto:
                 say(_TIMING)
-                profile_target(backend, report.profiled)
+                profile_target(backend, steps.profiled)
         last_step = LastStep()
-        observed = ObservedTarget(backend, [last_step, report])
+        observed = ObservedTarget(backend, [last_step, steps])
         machine = TargetMachine(
             name,
             observed,
             args.protocol.times(),
-            lambda: observed.gauges() | report.gauges() | self.config_report(),
+            lambda: observed.gauges() | steps.metrics() | self.config_metrics(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
             ngram=ngram_options(args),
-            chooser=DraftGains(report.gauges) if args.is_auto and args.draft.method != "model" else None,
+            chooser=DraftGains(steps.metrics) if args.is_auto and args.draft.method != "model" else None,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(
@@ -104,7 +104,7 @@ class TargetServer(_Worker):
             last_progress=getattr(backend, "last_progress", None),
             fingerprints=own,
         )
-        self._measure("target", machine, report)
+        self._measure("target", machine, steps)
         self._users = users_poll()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -130,21 +130,21 @@ class DraftServer(_Worker):
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)
-        name, times, report, own = replica_id(), args.protocol.times(), StepReport(), fingerprints(args)
+        name, times, steps, own = replica_id(), args.protocol.times(), StepMetrics(), fingerprints(args)
         with _startup() as say:
             pair = cache(partial(_draft_backends, args, gpu_share, say))
             backend: DraftBackend = backend_of(args, "draft", lambda: pair()[0])
             standalone: TargetBackend = backend_of(args, "draft_alone", lambda: pair()[1])
             if args.is_auto:
                 say(_TIMING)
-                profile_drafter(backend, report.profiled)
+                profile_drafter(backend, steps.profiled)
         last_step = LastStep()
-        observed = ObservedDrafter(backend, [last_step, report])
+        observed = ObservedDrafter(backend, [last_step, steps])
         drafter = DrafterMachine(
             name,
             observed,
             times,
-            lambda: observed.gauges() | report.gauges() | self.config_report(),
+            lambda: observed.gauges() | steps.metrics() | self.config_metrics(),
             fingerprint=own.vocabulary,
             last_interval=last_step.interval,
         )
@@ -160,7 +160,7 @@ class DraftServer(_Worker):
             match="vocabulary",
             applications=applications,
         )
-        self._measure("draft", machine, report)
+        self._measure("draft", machine, steps)
         # Those of each application are told of its own targets alone.
         self._routers = [
             ReplicaPoll(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications or ("",)

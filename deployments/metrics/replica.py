@@ -17,7 +17,7 @@ from ray.serve import metrics as ray_metrics
 
 from deployments.metrics.families import PREFIX, REPORTED, Family, Part
 from deployments.metrics.page import ChangeRegistry, ReplicaPage
-from deployments.scaling.autoscaling import Load, Report, load_of
+from deployments.scaling.autoscaling import Load, Metrics, load_of
 from deployments.transport.endpoints import Endpoint, replica_id
 
 logger = logging.getLogger("ray.serve")
@@ -27,12 +27,12 @@ PERIOD_S = 1.0
 PATIENCE_S = 1.0
 """How long a scrape waits for a machine in a long step, before it shows the figures of before."""
 
-Ask = Callable[[], Awaitable[Report]]
-"""Asks the machine for its report."""
+Ask = Callable[[], Awaitable[Metrics]]
+"""Asks the machine for its metrics."""
 
 
-class MachineReport(Collector):
-    """The newest report of a replica's machine, as metrics.
+class MachineMetrics(Collector):
+    """The newest metrics of a replica's machine, for Prometheus.
 
     Args:
         part: Whose it is: only that part's families are shown.
@@ -42,12 +42,12 @@ class MachineReport(Collector):
     def __init__(self, part: Part, model_name: str) -> None:
         self._families = [family for family in REPORTED if part in family.parts]
         self._model_name = model_name
-        self.report: Report = {}
+        self.metrics: Metrics = {}
 
     def collect(self) -> Iterator[Metric]:
         """One family per figure that was reported."""
         parts: dict[str, dict[tuple[str, ...], float]] = {}
-        for figure, value in self.report.items():
+        for figure, value in self.metrics.items():
             name, *labels = figure.split("/")
             parts.setdefault(name, {})[tuple(labels)] = value
         for family in self._families:
@@ -68,8 +68,8 @@ class ReplicaMetrics:
 
     Args:
         part: Whose they are.
-        model_name: Label of every sample of the machine's report.
-        ask: Asks the machine for its report.
+        model_name: Label of every sample of the machine's metrics.
+        ask: Asks the machine for its metrics.
 
     Attributes:
         load: What the replica had to do within the last second.
@@ -80,8 +80,8 @@ class ReplicaMetrics:
         self.load = Load()
         self._part = part
         self._ask = ask
-        self._loop: Report = {}
-        self._machine = MachineReport(part, model_name)
+        self._loop: Metrics = {}
+        self._machine = MachineMetrics(part, model_name)
         self.registry.register(self._machine)
         self._task: asyncio.Task[None] | None = None
         self._has_failed = False
@@ -106,12 +106,12 @@ class ReplicaMetrics:
     async def _refresh(self) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                self._machine.report = {**await self._ask(), **self._loop}
+                self._machine.metrics = {**await self._ask(), **self._loop}
         except Exception as error:  # a machine in a long step, or one that has failed
-            logger.debug("The machine's figures are those of before: %r", error)
+            logger.debug("The machine's metrics are those of before: %r", error)
 
     async def _hand_on(self, export: RayExport) -> None:
-        began_s, cpu_s, before = time.monotonic(), time.thread_time(), self._machine.report
+        began_s, cpu_s, before = time.monotonic(), time.thread_time(), self._machine.metrics
         while True:
             slept_s = time.monotonic()
             await asyncio.sleep(PERIOD_S)
@@ -121,8 +121,8 @@ class ReplicaMetrics:
                 "loop_busy_share": (now_cpu_s - cpu_s) / (now_s - began_s),
             }
             await self._refresh()
-            self.load = load_of(self._part, self._machine.report, before, now_s - began_s)
-            began_s, cpu_s, before = now_s, now_cpu_s, self._machine.report
+            self.load = load_of(self._part, self._machine.metrics, before, now_s - began_s)
+            began_s, cpu_s, before = now_s, now_cpu_s, self._machine.metrics
             self._try(export)
 
     def _try(self, export: RayExport) -> None:

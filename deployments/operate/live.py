@@ -51,7 +51,7 @@ class LiveKeys(Endpoint):
     _has_served = False
     _serves_level: int | None = None
 
-    def config_report(self) -> dict[str, float]:
+    def config_metrics(self) -> dict[str, float]:
         """How many configurations were refused while this replica served, for the metrics page."""
         return {"num_config_errors": float(self._num_config_errors)}
 

@@ -63,35 +63,35 @@ class Load:
     users_wait: float = 0.0
 
 
-Report = Mapping[str, float]
+Metrics = Mapping[str, float]
 
 
-def load_of(part: str, report: Report, before: Report, seconds: float) -> Load:
-    """The load of a replica, by its report and the one of some seconds before.
+def load_of(part: str, metrics: Metrics, before: Metrics, seconds: float) -> Load:
+    """The load of a replica, by its metrics and those of some seconds before.
 
     Args:
         part: ``ingress``, ``router``, ``target`` or ``draft``.
-        report: Of its machine, and of its loop.
+        metrics: Of its machine, and of its loop.
         before: Empty where there was none.
         seconds: Between them.
     """
 
     def grown(name: str) -> float:
-        return max(0.0, report.get(name, 0.0) - before.get(name, 0.0)) if before else 0.0
+        return max(0.0, metrics.get(name, 0.0) - before.get(name, 0.0)) if before else 0.0
 
     if part in ("target", "draft"):
         busy = min(1.0, grown("busy_s") / max(seconds, 1e-3))
         if part == "draft":
-            return Load(report.get("num_sequences", 0.0), busy=busy)
+            return Load(metrics.get("num_sequences", 0.0), busy=busy)
         names = "num_sequences", "num_waiting_sequences", "kv_cache_usage_perc"
-        sequences, waiting, used = (report.get(name, 0.0) for name in names)
+        sequences, waiting, used = (metrics.get(name, 0.0) for name in names)
         return Load(sequences, waiting, used, busy)
     return Load(
-        report.get("num_sessions" if part == "router" else "num_requests", 0.0),
-        used=report.get("slots_used_share", 0.0),
-        busy=report.get("loop_busy_share", 0.0),
-        late=report.get("loop_lag_s", 0.0),
-        users_wait=float(report.get("num_waiting_requests", 0.0) > 0 or grown("num_requests_refused") > 0),
+        metrics.get("num_sessions" if part == "router" else "num_requests", 0.0),
+        used=metrics.get("slots_used_share", 0.0),
+        busy=metrics.get("loop_busy_share", 0.0),
+        late=metrics.get("loop_lag_s", 0.0),
+        users_wait=float(metrics.get("num_waiting_requests", 0.0) > 0 or grown("num_requests_refused") > 0),
     )
 
 
@@ -104,34 +104,34 @@ class ExposedDrafts:
 
     def __init__(self) -> None:
         self.share = 0.0
-        self._before: Mapping[str, Report] = {}
+        self._before: Mapping[str, Metrics] = {}
         self._at_s = float("-inf")
 
-    def update(self, reports: Mapping[str, Report], now_s: float, period_s: float = 1.0) -> float:
+    def update(self, of_targets: Mapping[str, Metrics], now_s: float, period_s: float = 1.0) -> float:
         """The share of all targets together, since the last update that was at least a period ago.
 
         Args:
-            reports: Newest counters of each target, by its name.
+            of_targets: Newest counters of each target, by its name.
             now_s: The time.
             period_s: Within it the share stays as it is.
         """
         if now_s - self._at_s < 0.9 * period_s:
             return self.share
         committed = missed = 0.0
-        for name, report in reports.items():
+        for name, metrics in of_targets.items():
             before = self._before.get(name)
-            if before is not None:  # what a first report has counted may be of long ago
-                committed += max(0.0, report["num_committed_tokens"] - before["num_committed_tokens"])
-                missed += max(0.0, report["num_late_rounds"] - before["num_late_rounds"]) * _mean_draft(report)
-        self._before = {name: report for name, report in reports.items() if "num_late_rounds" in report}
+            if before is not None:  # what the first ones have counted may be of long ago
+                committed += max(0.0, metrics["num_committed_tokens"] - before["num_committed_tokens"])
+                missed += max(0.0, metrics["num_late_rounds"] - before["num_late_rounds"]) * _mean_draft(metrics)
+        self._before = {name: metrics for name, metrics in of_targets.items() if "num_late_rounds" in metrics}
         self._at_s = now_s
         self.share = missed / (committed + missed) if missed else 0.0
         return self.share
 
 
-def _mean_draft(report: Report) -> float:
-    num_drafts = report["num_drafts"]
-    return report["num_accepted_tokens"] / num_drafts if num_drafts else MEAN_DRAFT_TOKENS
+def _mean_draft(metrics: Metrics) -> float:
+    num_drafts = metrics["num_drafts"]
+    return metrics["num_accepted_tokens"] / num_drafts if num_drafts else MEAN_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -397,10 +397,10 @@ class Resync(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=True):
-    """Worker to router: a heartbeat with the worker's cumulative counters."""
+    """Worker to router: a heartbeat with the worker's metrics."""
 
     worker: str
-    report: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
 
 ToRouterFromIngress = Submit | Want | Cancel

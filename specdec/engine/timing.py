@@ -44,16 +44,16 @@ class StepTimer:
         self._buckets[key].append((num_rows, num_tokens, duration_s))
         self._buckets.move_to_end(key)
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Per bucket ``step/<i>/rows`` and ``step/<i>/tokens`` (means), ``.../seconds`` (median), ``.../num_steps``."""
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for i, samples in enumerate(self._buckets.values()):
             rows, tokens, seconds = zip(*samples, strict=True)
-            figures[f"step/{i}/rows"] = statistics.fmean(rows)
-            figures[f"step/{i}/tokens"] = statistics.fmean(tokens)
-            figures[f"step/{i}/seconds"] = statistics.median(seconds)
-            figures[f"step/{i}/num_steps"] = float(len(samples))
-        return figures
+            metrics[f"step/{i}/rows"] = statistics.fmean(rows)
+            metrics[f"step/{i}/tokens"] = statistics.fmean(tokens)
+            metrics[f"step/{i}/seconds"] = statistics.median(seconds)
+            metrics[f"step/{i}/num_steps"] = float(len(samples))
+        return metrics
 
 
 def _bucket(count: int) -> int:
@@ -80,8 +80,8 @@ class LastStep:
         return (self._start_ns + ahead_ns) / 1e9, (self._end_ns + ahead_ns) / 1e9
 
 
-class StepReport:
-    """What a worker's report says of its steps; a listener of :mod:`specdec.engine.observed`."""
+class StepMetrics:
+    """What a worker's metrics say of its steps; a listener of :mod:`specdec.engine.observed`."""
 
     def __init__(self) -> None:
         self._timer = StepTimer()
@@ -110,23 +110,23 @@ class StepReport:
         if step.is_decode:
             self._timer.add(step.num_rows, step.num_tokens, step.duration_s)
 
-    def gauges(self) -> dict[str, float]:
-        """Figures for the worker's report, by name.
+    def metrics(self) -> dict[str, float]:
+        """For the worker's metrics, by name.
 
         ``busy_s``: seconds in steps. ``gap_s`` and ``num_gaps``: seconds between steps of which the later goes on with
         a row of the earlier, and how often.
-        ``step/<i>/...``: times of steps that read no prompt; see :meth:`StepTimer.report`.
+        ``step/<i>/...``: times of steps that read no prompt; see :meth:`StepTimer.metrics`.
         """
         gaps = {"gap_s": self._gap_s, "num_gaps": float(self._num_gaps)}
-        return {"busy_s": self._busy_s, **gaps, **self._timer.report()}
+        return {"busy_s": self._busy_s, **gaps, **self._timer.metrics()}
 
-    def totals(self) -> dict[str, float]:
+    def step_counts(self) -> dict[str, float]:
         """Steps that read no prompt, for metrics: ``decode_steps/<rows>/<tokens>``, and the seconds they took.
 
         Rows and tokens are rounded up to powers of two, so that there are few series. To be called between steps.
         """
-        totals = {f"decode_steps/{rows}/{tokens}": float(n) for (rows, tokens), n in self._num_decode_steps.items()}
-        return totals | {f"decode_step_s/{rows}/{tokens}": s for (rows, tokens), s in self._decode_s.items()}
+        counts = {f"decode_steps/{rows}/{tokens}": float(n) for (rows, tokens), n in self._num_decode_steps.items()}
+        return counts | {f"decode_step_s/{rows}/{tokens}": s for (rows, tokens), s in self._decode_s.items()}
 
 
 def _power_of_two(count: int) -> int:

@@ -25,7 +25,7 @@ class Worker:
     """A worker as a router knows it.
 
     Attributes:
-        report: Its newest counters.
+        metrics: Its newest ones.
         is_silent: Nothing was heard for too long; it gets no sequence until it is heard again.
         is_draining: It takes no sequences any more (rule 15).
         is_other_model: It has refused a sequence because its model is another (rule 14).
@@ -36,7 +36,7 @@ class Worker:
 
     kind: WorkerKind
     heard_s: float
-    report: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     is_silent: bool = False
     is_draining: bool = False
     is_other_model: bool = False
@@ -82,9 +82,9 @@ class WorkerPool:
         """A worker is gone; unknown ones are ignored."""
         self._workers.pop(name, None)
 
-    def reports(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
+    def worker_metrics(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
         """The newest counters of every worker that is heard, by its name."""
-        return {name: (worker.kind, worker.report) for name, worker in self if not worker.is_silent}
+        return {name: (worker.kind, worker.metrics) for name, worker in self if not worker.is_silent}
 
     def _able(self, kind: WorkerKind, apart_from: Container[str] = ()) -> dict[str, Worker]:
         workers = self._workers.items()

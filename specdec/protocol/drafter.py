@@ -20,7 +20,7 @@ from specdec.drafting.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_row import Branch, DraftSequence, Path
 from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
+from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         name: By which its peers know it.
         backend: Does the work.
         times: The protocol's clock.
-        gauges: Of the backend, for the report.
+        backend_metrics: Gives the backend's, to tell of beside its own.
         branches_in_all: Most branches of all sequences together; see :func:`specdec.drafting.branches.branch_share`.
         fingerprint: Of the vocabulary; see :class:`specdec.protocol.worker.WorkerMachine`.
         last_interval: Tells when steps ran, for requests that ask.
@@ -85,13 +85,13 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         name: str,
         backend: DraftBackend,
         times: Times,
-        gauges: Gauges | None = None,
+        backend_metrics: BackendMetrics | None = None,
         branches_in_all: int = BRANCHES_IN_ALL,
         *,
         fingerprint: str = "",
         last_interval: LastInterval | None = None,
     ) -> None:
-        super().__init__(name, times, gauges, fingerprint=fingerprint)
+        super().__init__(name, times, backend_metrics, fingerprint=fingerprint)
         self._backend = backend
         self._last_interval = last_interval
         self._branches_in_all = branches_in_all
@@ -126,13 +126,13 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
             self.counters.num_steps += 1
         return worked
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counters and gauges for the router; ``num_waiting_sequences`` found no room in the last step (rule 7)."""
-        figures = super().report()
-        figures.update({f.name: float(getattr(self.counters, f.name)) for f in fields(self.counters)})
-        figures["num_waiting_sequences"] = float(self._num_waiting)
-        figures["num_branches_held"] = float(sum(len(row.branches) for row in self._rows))
-        return figures
+        metrics = super().metrics()
+        metrics.update({f.name: float(getattr(self.counters, f.name)) for f in fields(self.counters)})
+        metrics["num_waiting_sequences"] = float(self._num_waiting)
+        metrics["num_branches_held"] = float(sum(len(row.branches) for row in self._rows))
+        return metrics
 
     # What is drafted.
 
@@ -402,13 +402,13 @@ class DraftWorkerMachine:
         drafted = self.drafter.step(now_s)
         return self.standalone.step(now_s) or drafted
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The drafter's counters and gauges, with what both parts hold, and the sequences that the other part ended."""
-        standalone, report = self.standalone.report(), self.drafter.report()
+        standalone, metrics = self.standalone.metrics(), self.drafter.metrics()
         own = ("num_sequences", "num_steps", "num_errors", "num_failed_steps", "num_suspects", "num_committed_tokens")
         for name in (*own, *(name for name in standalone if name.startswith("num_refused/"))):
-            report[name] = report.get(name, 0.0) + standalone[name]
-        return report | {"num_standalone_sequences": standalone["num_sequences"]}
+            metrics[name] = metrics.get(name, 0.0) + standalone[name]
+        return metrics | {"num_standalone_sequences": standalone["num_sequences"]}
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
@@ -421,9 +421,9 @@ class DraftWorkerMachine:
         """A heartbeat tells of both parts."""
         if not isinstance(message, Alive):
             return message
-        num_standalone = self.standalone.report()["num_sequences"]
-        num_sequences = message.report["num_sequences"] + num_standalone
+        num_standalone = self.standalone.metrics()["num_sequences"]
+        num_sequences = message.metrics["num_sequences"] + num_standalone
         return replace(
             message,
-            report={**message.report, "num_sequences": num_sequences, "num_standalone_sequences": num_standalone},
+            metrics={**message.metrics, "num_sequences": num_sequences, "num_standalone_sequences": num_standalone},
         )

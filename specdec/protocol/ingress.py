@@ -124,7 +124,7 @@ class IngressMachine:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counters and what is open now, by name."""
         return {
             "num_requests": float(len(self._requests)),

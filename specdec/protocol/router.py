@@ -95,16 +95,16 @@ class RouterMachine:
         """Messages since the last call, by worker and ingress."""
         return self._outbox.take()
 
-    def reports(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
+    def worker_metrics(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
         """The newest counters of every live worker, by its name."""
-        return self.workers.reports()
+        return self.workers.worker_metrics()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The router's counters, and the controller's choices and estimates, by name."""
-        planned = self.planning.figures()
+        planned = self.planning.metrics()
         lacking = sum(session.lacks_drafter for session in self._sessions) + planned.get("num_without_drafter", 0.0)
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
-        return {**planned, **own, **self.counters.report(), "num_without_drafter": lacking}
+        return {**planned, **own, **self.counters.metrics(), "num_without_drafter": lacking}
 
     @property
     def num_sessions(self) -> int:
@@ -356,11 +356,11 @@ class RouterMachine:
             self.worker_joined(message.worker, worker.kind, now_s)
             worker = self.workers.get(message.worker)
             assert worker is not None, "it has just joined"
-        worker.heard_s, worker.report = now_s, message.report
-        was_draining, worker.is_draining = worker.is_draining, bool(message.report.get("is_draining"))
+        worker.heard_s, worker.metrics = now_s, message.metrics
+        was_draining, worker.is_draining = worker.is_draining, bool(message.metrics.get("is_draining"))
         if worker.is_draining and not was_draining:
             self._dispatcher.hand_over(self._sessions, now_s)
-        self.planning.reported(message.worker, worker.kind, message.report)
+        self.planning.reported(message.worker, worker.kind, message.metrics)
         if worker.asked_s is not None:
             self.planning.echoed(message.worker, now_s - worker.asked_s)
             worker.asked_s = None
@@ -397,7 +397,7 @@ class RouterMachine:
 
     def _lose(self, name: str, now_s: float, *, is_gone: bool) -> None:
         worker = self.workers.get(name)
-        is_only_one = worker is not None and worker.report.get("num_sequences", 0.0) <= 1
+        is_only_one = worker is not None and worker.metrics.get("num_sequences", 0.0) <= 1
         if is_gone:
             if worker is not None and not worker.is_draining:
                 self.counters.num_worker_deaths[worker.kind] += 1

@@ -285,13 +285,13 @@ class RouterCounters:
     num_resyncs: Counter[str] = field(default_factory=Counter)
     num_worker_deaths: Counter[str] = field(default_factory=lambda: Counter(target=0, drafter=0))
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The counters by name; those by reason or kind are named ``num_resyncs/<reason>``, and so on."""
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, Counter):
-                figures |= {f"{name}/{part}": float(count) for part, count in value.items()}
+                metrics |= {f"{name}/{part}": float(count) for part, count in value.items()}
             else:
-                figures[name] = float(value)
-        return figures
+                metrics[name] = float(value)
+        return metrics

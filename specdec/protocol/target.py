@@ -37,7 +37,7 @@ from specdec.core.types import PackedLogprobs
 from specdec.drafting.ngram import NgramOptions, Reading, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target_row import KeptOffer, TargetCounters, TargetSequence
-from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
+from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         name: str,
         backend: TargetBackend,
         times: Times,
-        gauges: Gauges | None = None,
+        backend_metrics: BackendMetrics | None = None,
         *,
         fingerprint: str = "",
         last_interval: LastInterval | None = None,
         ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
-        super().__init__(name, times, gauges, fingerprint=fingerprint)
+        super().__init__(name, times, backend_metrics, fingerprint=fingerprint)
         self._backend = backend
         self._last_interval = last_interval
         self._ngram = ngram
@@ -101,23 +101,23 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self.counters.num_steps += 1
         return worked
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counters and gauges for the router.
 
         Per-position counts are named ``num_accepted_tokens_per_pos/<i>``, those of a source of drafts
         ``num_drafts_by_source/<source>`` and so on. ``num_waiting_sequences`` found no room in the last step.
         """
-        figures = super().report()
-        figures["num_waiting_sequences"] = float(self._num_waiting)
+        metrics = super().metrics()
+        metrics["num_waiting_sequences"] = float(self._num_waiting)
         for item in fields(self.counters):
             value = getattr(self.counters, item.name)
             if isinstance(value, int | float):
-                figures[item.name] = float(value)
+                metrics[item.name] = float(value)
         for i, count in enumerate(self.counters.num_accepted_per_position):
-            figures[f"num_accepted_tokens_per_pos/{i}"] = float(count)
+            metrics[f"num_accepted_tokens_per_pos/{i}"] = float(count)
         for source, counts in self.counters.by_source.items():
-            figures |= {f"{name}_by_source/{source}": float(count) for name, count in asdict(counts).items()}
-        return figures
+            metrics |= {f"{name}_by_source/{source}": float(count) for name, count in asdict(counts).items()}
+        return metrics
 
     # A step.
 

@@ -14,7 +14,7 @@ from specdec.core.params import SequenceSpec
 from specdec.protocol.leases import LeasedRows, Outbox, Span, Times, Tracer
 from specdec.protocol.leases import Row as LeasedRow
 
-Gauges = Callable[[], dict[str, float]]
+BackendMetrics = Callable[[], dict[str, float]]
 """Gives what a worker's backend holds now, by name."""
 LastInterval = Callable[[], Interval]
 """Gives when the backend's newest step ran."""
@@ -67,13 +67,15 @@ class WorkerMachine(Generic[R]):
         tracer: Begins spans of sequences whose request is traced; None where nobody traces.
     """
 
-    def __init__(self, name: str, times: Times, gauges: Gauges | None = None, *, fingerprint: str = "") -> None:
+    def __init__(
+        self, name: str, times: Times, backend_metrics: BackendMetrics | None = None, *, fingerprint: str = ""
+    ) -> None:
         self.name = name
         self.fingerprint = fingerprint
         self.is_draining = False
         self.tracer: Tracer | None = None
         self._num_refused = {"model": 0, "draining": 0}
-        self._gauges = gauges
+        self._backend_metrics = backend_metrics
         self._times = times
         self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
@@ -87,7 +89,7 @@ class WorkerMachine(Generic[R]):
         """Take no sequences any more, and say so; those that are here go on, or are opened elsewhere (rule 15)."""
         self.is_draining = True
         for router in self._routers | {row.router for row in self._rows}:
-            self._outbox.put(router, Alive(self.name, self.report()))
+            self._outbox.put(router, Alive(self.name, self.metrics()))
 
     @property
     def is_drained(self) -> bool:
@@ -117,13 +119,13 @@ class WorkerMachine(Generic[R]):
     def unsendable(self, message: Message, reason: str, now_s: float) -> None:
         """A message is too long to be sent; most may be lost."""
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The worker's cumulative counters and present gauges, by name."""
-        figures = {"num_sequences": float(len(self._rows)), "is_draining": float(self.is_draining)}
-        figures.update({f"num_refused/{why}": float(count) for why, count in self._num_refused.items()})
-        if self._gauges is not None:
-            figures.update(self._gauges())
-        return figures
+        metrics = {"num_sequences": float(len(self._rows)), "is_draining": float(self.is_draining)}
+        metrics.update({f"num_refused/{why}": float(count) for why, count in self._num_refused.items()})
+        if self._backend_metrics is not None:
+            metrics.update(self._backend_metrics())
+        return metrics
 
     def _on_open(self, message: Open, now_s: float) -> None:
         why = self._refusal(message)
@@ -164,7 +166,7 @@ class WorkerMachine(Generic[R]):
     def _on_live(self, message: Live, now_s: float) -> None:
         self._routers.add(message.router)
         self.renew(message, now_s)
-        self._outbox.put(message.router, Alive(self.name, self.report()))
+        self._outbox.put(message.router, Alive(self.name, self.metrics()))
 
     def _resync(self, router: str, seq: str, inc: Inc, why: str) -> None:
         row = self._rows.get(seq)

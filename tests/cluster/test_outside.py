@@ -71,7 +71,7 @@ def test_a_drafter_from_outside_drafts_as_its_own_keys_say() -> None:
         machine.step(0.0)
     verdict = verdicts(machine)[-1]
     assert (verdict.tokens, verdict.notes) == (TRUE[:5], Notes(provenance("vuuuw"), (3, 0, 0, 0, 3)))
-    assert machine.report()["num_accepted_tokens_by_source/counting"] > 0
+    assert machine.metrics()["num_accepted_tokens_by_source/counting"] > 0
 
 
 def test_keys_from_outside_come_by_file_flag_and_service(tmp_path: Path) -> None:

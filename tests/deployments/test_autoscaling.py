@@ -172,13 +172,13 @@ async def test_a_full_ingress_tells_that_users_wait() -> None:
     admission = Admission(Limits(max_concurrent_requests=2, max_queued_requests=1, max_share_per_key=1.0))
     observer = Observer(CollectorRegistry(), clock=lambda: now_s)
     parts = {"_machine": SimpleNamespace(report=dict), "_service": SimpleNamespace(is_draining=False)}
-    server: Any = SimpleNamespace(_admission=admission, _observer=observer, config_report=dict, **parts)
-    server._replica_metrics = ReplicaMetrics("ingress", "m", partial(OpenAIIngress._report, server))
+    server: Any = SimpleNamespace(_admission=admission, _observer=observer, config_metrics=dict, **parts)
+    server._replica_metrics = ReplicaMetrics("ingress", "m", partial(OpenAIIngress._metrics, server))
 
     async def look() -> tuple[float, float]:
-        metrics, before = server._replica_metrics, server._replica_metrics._machine.report
+        metrics, before = server._replica_metrics, server._replica_metrics._machine.metrics
         await metrics._refresh()
-        metrics.load = load_of("ingress", metrics._machine.report, before, 1.0)
+        metrics.load = load_of("ingress", metrics._machine.metrics, before, 1.0)
         return metrics.load.used, await OpenAIIngress.users_wait(server)
 
     assert await look() == (0, 0)

@@ -52,7 +52,7 @@ WRONG = [({"limits": {"retry_after": 1}}, "limits.retry_after"), ({"target": "ot
 async def test_a_replica_that_starts_refuses_what_is_wrong(end: End, user_config: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameterError, match=words):
         await end.reconfigure(user_config)
-    assert end.config_report() == {"num_config_errors": 0}
+    assert end.config_metrics() == {"num_config_errors": 0}
 
 
 @pytest.mark.parametrize(("user_config", "words"), WRONG)
@@ -63,7 +63,7 @@ async def test_a_replica_that_serves_keeps_what_was_in_force(
     await end.check_health()
     await end.reconfigure(user_config)
     assert end.in_force.limits.retry_after_s == 7
-    assert end.config_report() == {"num_config_errors": 1}
+    assert end.config_metrics() == {"num_config_errors": 1}
     assert words in caplog.text
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
     await end.reconfigure({"limits": {"retry_after_s": 9}})
@@ -96,7 +96,7 @@ async def test_a_file_that_cannot_be_used_then_stops_no_replica(end: End, index:
     file.unlink() if text is None else file.write_bytes(text)
     await end.reconfigure({"limits": {"retry_after_s": 7}})
     is_refused = not (index == 1 and text == b"")
-    assert end.config_report() == {"num_config_errors": is_refused}
+    assert end.config_metrics() == {"num_config_errors": is_refused}
     assert (end.in_force.limits.retry_after_s == 7) != is_refused
 
 
@@ -191,7 +191,7 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
     await _check_rotation(keys, ingress, ask)
     assert ingress._asgi_app is not app
     assert ingress._asgi_app.state.api.grammars is app.state.api.grammars, "what is compiled is not thrown away"
-    assert ingress.config_report() == {"num_config_errors": 2}
+    assert ingress.config_metrics() == {"num_config_errors": 2}
 
 
 async def test_api_keys_of_the_metrics_page_follow_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.http.observer import Observer
 from deployments.metrics.families import FAMILIES, REPORTED, Family, metrics_table, register
 from deployments.metrics.page import ChangeRegistry
-from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
+from deployments.metrics.replica import MachineMetrics, RayExport, ReplicaMetrics
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import MODES, Bounds
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import StepMetrics
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
@@ -69,9 +69,9 @@ class RayKinds:
 
 
 def test_a_report_is_shown_by_the_names_of_its_part() -> None:
-    registry, machine = CollectorRegistry(), MachineReport("target", "m")
+    registry, machine = CollectorRegistry(), MachineMetrics("target", "m")
     registry.register(machine)
-    machine.report = {
+    machine.metrics = {
         "num_sequences": 2.0,
         "busy_s": 1.5,
         "decode_steps/1/8": 7.0,
@@ -105,10 +105,10 @@ def test_machines_report_what_the_list_names() -> None:
     router.worker_lost("T#1", 1.0)
     ingress = IngressMachine("I#1", Times())
     reported = {
-        "target": target.report() | StepReport().gauges(),
-        "draft": draft.report() | StepReport().gauges(),
-        "router": router.figures(),
-        "ingress": ingress.report(),
+        "target": target.metrics() | StepMetrics().metrics(),
+        "draft": draft.metrics() | StepMetrics().metrics(),
+        "router": router.metrics(),
+        "ingress": ingress.metrics(),
     }
     names = {part: {figure.partition("/")[0] for figure in report} for part, report in reported.items()}
     by_events = {"decode_steps", "decode_step_s", "num_resyncs", "num_refused", "num_config_errors", "num_workers"}
@@ -124,7 +124,7 @@ def test_machines_report_what_the_list_names() -> None:
             by_events | by_backends | by_groups | by_replicas
         ):
             assert {part for part in family.parts if family.figure in names[part]} == set(family.parts), family.name
-    assert router.figures()["num_worker_deaths/target"] == 1
+    assert router.metrics()["num_worker_deaths/target"] == 1
 
 
 def test_names_and_words() -> None:
@@ -143,8 +143,8 @@ def test_a_metric_is_added_from_outside() -> None:
     try:
         shown = {}
         for part in ("target", "draft"):
-            machine = MachineReport(part, "m")
-            machine.report = {"fan_speed": 3.0}
+            machine = MachineMetrics(part, "m")
+            machine.metrics = {"fan_speed": 3.0}
             shown[part] = [(metric.name, sample.value) for metric in machine.collect() for sample in metric.samples]
         assert shown == {"target": [("specdec_fan_speed", 3.0)], "draft": []}
         with pytest.raises(ValueError, match="there is a metric of the name specdec_fan_speed"):

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.http.observer import Observer
 from deployments.metrics.page import ReplicaPage, metrics_page
-from deployments.metrics.replica import MachineReport
+from deployments.metrics.replica import MachineMetrics
 
 
 def of_ingress(replica: str, num_tokens: int) -> ReplicaPage:
@@ -19,8 +19,8 @@ def of_ingress(replica: str, num_tokens: int) -> ReplicaPage:
 
 
 def of_target(replica: str, num_steps: int) -> ReplicaPage:
-    registry, machine = CollectorRegistry(), MachineReport("target", "m")
-    machine.report = {"num_steps": num_steps}
+    registry, machine = CollectorRegistry(), MachineMetrics("target", "m")
+    machine.metrics = {"num_steps": num_steps}
     registry.register(machine)
     return ReplicaPage("app", "TargetServer", replica, generate_latest(registry))
 

@@ -24,19 +24,19 @@ _ECHOES_KEPT = 32
 
 
 @dataclass
-class WorkerFigures:
+class WorkerMetrics:
     """What a worker last reported, and the step times that it reported first: those it profiled as it loaded."""
 
     kind: WorkerKind
     steps: StepTimes = field(default_factory=StepTimes)
     profile: StepTimes = field(default_factory=StepTimes)
-    report: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     _echoes_s: list[float] = field(default_factory=list)
 
-    def reported(self, report: Mapping[str, float]) -> None:
-        """Its newest report has come."""
-        self.report = report
-        self.steps = step_times(report) or self.steps
+    def reported(self, metrics: Mapping[str, float]) -> None:
+        """Its newest metrics have come."""
+        self.metrics = metrics
+        self.steps = step_times(metrics) or self.steps
         self.profile = self.profile or self.steps
 
     def echoed(self, seconds: float) -> None:
@@ -54,16 +54,16 @@ class WorkerFigures:
     @property
     def num_sequences(self) -> int:
         """As reported: other routers' are among them."""
-        return int(self.report.get("num_sequences", 0))
+        return int(self.metrics.get("num_sequences", 0))
 
     @property
     def num_step_tokens(self) -> int:
         """Tokens in a row that a drafter's step gives."""
-        return max(1, int(self.report.get("num_step_tokens", 1)))
+        return max(1, int(self.metrics.get("num_step_tokens", 1)))
 
     def branches_each(self, num_sequences: int) -> int:
         """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
-        rows, num_slots = max(1, num_sequences, self.num_sequences), int(self.report.get("num_state_slots", 0))
+        rows, num_slots = max(1, num_sequences, self.num_sequences), int(self.metrics.get("num_state_slots", 0))
         room = max(0, num_slots // rows - 1) if num_slots else branch_share(rows)
         return min(branch_share(rows), room)
 
@@ -109,7 +109,7 @@ class Controller(PlanController):
         modes = self.bounds.modes
         self._probe = PROBE if PROBE.mode in modes else PROBE._replace(mode="overlap")
         self._sequences: dict[str, Tracked] = {}
-        self._workers: dict[str, WorkerFigures] = {}
+        self._workers: dict[str, WorkerMetrics] = {}
         self._groups: dict[str, Group] = {}
         self._unread: set[str] = set()
         self._acceptance = Acceptance()
@@ -154,14 +154,14 @@ class Controller(PlanController):
         one.since += num_rounds
         one.seen_s = None if self._unread else now_s
 
-    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
-        """A worker's newest report has come."""
-        figures = self._workers.setdefault(worker, WorkerFigures(kind))
-        before = figures.report
-        figures.reported(report)
-        if worker in self._groups and before:  # what a first report has counted may be of long ago
+    def reported(self, worker: str, kind: WorkerKind, metrics: Mapping[str, float]) -> None:
+        """A worker's newest metrics have come."""
+        of_worker = self._workers.setdefault(worker, WorkerMetrics(kind))
+        before = of_worker.metrics
+        of_worker.reported(metrics)
+        if worker in self._groups and before:  # what the first ones have counted may be of long ago
             names = "num_branch_hits", "num_branch_misses"
-            hits, misses = (max(0.0, report.get(name, 0.0) - before.get(name, 0.0)) for name in names)
+            hits, misses = (max(0.0, metrics.get(name, 0.0) - before.get(name, 0.0)) for name in names)
             self._groups[worker].guesses_reported(hits, misses)
 
     def echoed(self, worker: str, seconds: float) -> None:
@@ -219,14 +219,14 @@ class Controller(PlanController):
 
     def _conditions(self, target: str, num_rows: int, guess_rate: float) -> tuple[Conditions | None, int]:
         """None while too little was measured; and for how many branches of a sequence a drafter has room."""
-        figures, known = self._workers.get(target), [one for one in self._drafters if one.steps]
-        if figures is None or not figures.steps or not known:
+        of_worker, known = self._workers.get(target), [one for one in self._drafters if one.steps]
+        if of_worker is None or not of_worker.steps or not known:
             return None, 0
         drafter, num_draft_rows = known[0], max(1, -(-self._num_able // len(known)))  # drafters are alike
-        num_rows, trips_s = max(num_rows, figures.num_sequences), figures.round_trip_s + drafter.round_trip_s
+        num_rows, trips_s = max(num_rows, of_worker.num_sequences), of_worker.round_trip_s + drafter.round_trip_s
         found = Conditions(
-            figures.profile,
-            figures.steps,
+            of_worker.profile,
+            of_worker.steps,
             drafter.steps,
             num_rows,
             num_draft_rows,
@@ -248,15 +248,15 @@ class Controller(PlanController):
         return sum(count for target, count in able.items() if self._would_draft(target, count))
 
     def _would_draft(self, target: str, num_rows: int) -> bool:
-        group, figures = self._groups.get(target), self._workers.get(target)
-        num_rows = max(num_rows, 0 if figures is None else figures.num_sequences)
+        group, of_worker = self._groups.get(target), self._workers.get(target)
+        num_rows = max(num_rows, 0 if of_worker is None else of_worker.num_sequences)
         return group is None or group.would_draft(num_rows)
 
     @property
-    def _drafters(self) -> list[WorkerFigures]:
+    def _drafters(self) -> list[WorkerMetrics]:
         return [one for one in self._workers.values() if one.kind == "drafter"]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``.
 
         ``num_without_drafter``: sequences that lack a drafter, at a load where drafts were chosen, or nothing yet.
@@ -270,5 +270,5 @@ class Controller(PlanController):
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
         } | {f"planned_sequences/{mode}": float(sum(plan.mode == mode for plan in plans)) for mode in MODES}
         for target, group in self._groups.items():
-            overall |= {f"{name}/{target}": value for name, value in group.figures().items()}
+            overall |= {f"{name}/{target}": value for name, value in group.metrics().items()}
         return overall

@@ -29,12 +29,12 @@ class DraftGains:
     source of its own. All rows of a step are taken to have drafts of the same size.
 
     Args:
-        report: Gives the newest step times, as :class:`specdec.engine.timing.StepReport` does.
+        metrics: Gives the newest step times, as :class:`specdec.engine.timing.StepMetrics` does.
     """
 
-    def __init__(self, report: Callable[[], Mapping[str, float]]) -> None:
-        self._report = report
-        self._times = step_times(report())
+    def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
+        self._metrics = metrics
+        self._times = step_times(metrics())
         self._acceptance = Acceptance()
         self._sizes: dict[tuple[float, int | None, int], int] = {}
         self._num_choices = self._num_cuts = self._num_rests = 0
@@ -61,7 +61,7 @@ class DraftGains:
             return draft
         self._num_cuts += 1
         if self._num_cuts % REVIEW_EVERY == 0:
-            self._times, self._sizes = step_times(self._report()), {}
+            self._times, self._sizes = step_times(self._metrics()), {}
         load, whole = _load(spec, num_rows), len(draft.tokens)
         if not self._sizes.get(load):
             paces = self._paces(draft, spec, num_rows)

@@ -130,10 +130,10 @@ class Group:
             self.probing = able[0]
         return self.probing
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Estimates as of the last review, by name: gains are tokens per second over those of plain decoding."""
-        figures = {"estimated_guess_rate": self.guess_rate}
+        metrics = {"estimated_guess_rate": self.guess_rate}
         if self.conditions is not None:
             paces = [pace(choice, self.conditions, self.acceptance_rate) for choice in (self.choice, OFF)]
-            figures |= {"estimated_gain": paces[0] / paces[1], "measured_gain": self._gain}
-        return figures
+            metrics |= {"estimated_gain": paces[0] / paces[1], "measured_gain": self._gain}
+        return metrics

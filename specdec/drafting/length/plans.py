@@ -48,7 +48,7 @@ class PlanController:
     def decided(self, seq: str, notes: Notes, now_s: float) -> None:
         """New tokens of a sequence have come."""
 
-    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
+    def reported(self, worker: str, kind: WorkerKind, metrics: Mapping[str, float]) -> None:
         """A worker's newest counters and gauges have come."""
 
     def echoed(self, worker: str, seconds: float) -> None:
@@ -61,7 +61,7 @@ class PlanController:
         """Choose anew; gives the plans that have changed, by sequence. Called a few times a second."""
         return {}
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``."""
         return {}
 
@@ -102,9 +102,9 @@ class Planning:
         self._hand_over()
         self._ask("closed", seq)
 
-    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
+    def reported(self, worker: str, kind: WorkerKind, metrics: Mapping[str, float]) -> None:
         """A worker's newest counters and gauges have come."""
-        self._ask("reported", worker, kind, report)
+        self._ask("reported", worker, kind, metrics)
 
     def echoed(self, worker: str, seconds: float) -> None:
         """A worker has answered a renewal."""
@@ -136,10 +136,10 @@ class Planning:
             return {seq: Plan() for seq in placements}
         return plans
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The controller's choices and estimates, and whether it has failed."""
-        figures: dict[str, float] = self._ask("figures")
-        return {**figures, "has_failed_controller": float(self._has_failed)}
+        metrics: dict[str, float] = self._ask("metrics")
+        return {**metrics, "has_failed_controller": float(self._has_failed)}
 
     def _hand_over(self) -> None:
         for seq, notes, then_s in self._decided:

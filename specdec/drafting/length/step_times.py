@@ -47,12 +47,12 @@ class StepTimes:
         return interpolate(*self._curves[octave], tokens)
 
 
-def step_times(report: Mapping[str, float]) -> StepTimes:
-    """What a worker's report says of its steps; see :class:`specdec.engine.timing.StepTimer`. Nonsense is left out."""
+def step_times(metrics: Mapping[str, float]) -> StepTimes:
+    """What a worker's metrics say of its steps; see :class:`specdec.engine.timing.StepTimer`. Nonsense is left out."""
     points = []
     i = 0
-    while f"step/{i}/seconds" in report:
-        figures = [report.get(f"step/{i}/{name}", 0.0) for name in StepTime._fields]
+    while f"step/{i}/seconds" in metrics:
+        figures = [metrics.get(f"step/{i}/{name}", 0.0) for name in StepTime._fields]
         if all(math.isfinite(figure) and figure > 0 for figure in figures):
             points.append(StepTime(*figures))
         i += 1

@@ -10,7 +10,7 @@ from specdec.core.backends import VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import ObservedTarget
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import StepMetrics
 from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
@@ -23,13 +23,13 @@ def job(key: str) -> VerifyJob:
 
 def test_gaps_are_between_steps_that_go_on() -> None:
     clock = VirtualClock()
-    report = StepReport()
+    report = StepMetrics()
     backend = ScriptedTarget(Script(0.5, 0.5, tuple(range(20))), 100)
     target = ObservedTarget(backend, [report], lambda: round(1e9 * clock.now_s()))
     for keys, pause_s in (("a", 5.0), ("ab", 0.25), ("b", 0.5), ("c", 9.0)):
         clock.sleep(pause_s)
         target.verify([job(key) for key in keys])
-    assert {name: report.gauges()[name] for name in ("gap_s", "num_gaps")} == {"gap_s": 0.75, "num_gaps": 2}
+    assert {name: report.metrics()[name] for name in ("gap_s", "num_gaps")} == {"gap_s": 0.75, "num_gaps": 2}
 
 
 def test_every_round_has_texts_of_its_own() -> None:

@@ -13,7 +13,7 @@ from tests.deployments.transport.nodes import until
 
 async def test_streams_of_tokens_are_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(monkeypatch)
-    await until(lambda: {kind for kind, _ in line.routers.reports().values()} == {"target", "drafter"})
+    await until(lambda: {kind for kind, _ in line.routers.worker_metrics().values()} == {"target", "drafter"})
     await until(lambda: bool(line.ingress.linked_peers()))
     async with asyncio.timeout(60):
         found = await asyncio.gather(*(line.generate(seed) for seed in range(4)))
@@ -30,5 +30,5 @@ async def test_a_target_of_another_model_is_given_nothing(
     await until(lambda: "here it is another" in caplog.text)
     await asyncio.sleep(0.5)
     assert caplog.text.count("here it is another") == 1
-    assert "t" not in line.routers.reports()
+    assert "t" not in line.routers.worker_metrics()
     await line.close()

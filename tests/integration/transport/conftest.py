@@ -68,7 +68,7 @@ class Sent(NamedTuple):
 
     @staticmethod
     def unpacked(message: Alive) -> Sent:
-        return Sent(*message.worker.split(), **message.report)
+        return Sent(*message.worker.split(), **message.metrics)
 
 
 class Node:

@@ -77,8 +77,10 @@ class Service:
             for tokens in (rows, 5 * rows):
                 self.timers["target"].add(rows, tokens, pair.target_s(tokens))
             self.timers["drafter"].add(rows, rows, pair.draft_s(rows))
-        self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].report)
-        self.drafter = DrafterMachine("drafter", ScriptedDrafter(script, MAX_LEN), TIMES, self.timers["drafter"].report)
+        self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].metrics)
+        self.drafter = DrafterMachine(
+            "drafter", ScriptedDrafter(script, MAX_LEN), TIMES, self.timers["drafter"].metrics
+        )
         self.ingress = IngressMachine("ingress", TIMES)
         self.router = RouterMachine("router", planner or self.controller, TIMES)
         self.machines: dict[str, Machine] = {

@@ -29,7 +29,7 @@ def gains(step_s: Callable[[int], float], rows: int = 1) -> DraftGains:
     timer = StepTimer()
     for tokens in range(1, 33):
         timer.add(rows, rows * tokens, step_s(rows * tokens))
-    return DraftGains(timer.report)
+    return DraftGains(timer.metrics)
 
 
 def path(draft: Draft, ranks: Tokens) -> Tokens:
@@ -100,7 +100,7 @@ def test_newer_step_times_are_followed() -> None:
     timer = StepTimer()
     for tokens in range(1, 33):
         timer.add(1, tokens, STEP_S)
-    one = learn(DraftGains(timer.report), TREE, *SPREAD)
+    one = learn(DraftGains(timer.metrics), TREE, *SPREAD)
     assert sizes(one, REVIEW_EVERY // 2)[-1] > 16
     for _ in range(40):
         for tokens in range(1, 33):

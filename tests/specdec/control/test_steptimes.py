@@ -12,7 +12,7 @@ def test_what_a_timer_reports_is_read_back_and_nonsense_is_left_out():
     timer = StepTimer()
     for seconds in (0.03, 0.031, 0.5):
         timer.add(2, 10, seconds)
-    report = timer.report()
+    report = timer.metrics()
     assert step_times(report).points == (StepTime(2.0, 10.0, 0.031, 3.0),)
     assert not step_times({**report, "step/0/seconds": float("nan")})
     assert not step_times({**report, "step/0/rows": 0.0})

@@ -34,8 +34,8 @@ class ControlledService(InProcessService):
         self._change()
         self.controller = Controller(Bounds(num_draft_tokens=8, num_branches=4))
         self.router = RouterMachine("router", self.controller, _TIMES)
-        self.target = TargetMachine("target", target, _TIMES, lambda: self._steps["target"].report())
-        self.drafter = DrafterMachine("drafter", drafter, _TIMES, lambda: self._steps["drafter"].report())
+        self.target = TargetMachine("target", target, _TIMES, lambda: self._steps["target"].metrics())
+        self.drafter = DrafterMachine("drafter", drafter, _TIMES, lambda: self._steps["drafter"].metrics())
         for name in ("target", "drafter"):
             self.router.worker_joined(name, name, 0.0)
 

@@ -95,7 +95,7 @@ def test_cancelling_leaves_nothing(engine: SpeculativeEngine) -> None:
     stream = engine.stream(PROMPT)
     next(stream)
     stream.close()
-    gauges = engine._service.target.report()
+    gauges = engine._service.target.metrics()
     assert gauges["num_sequences"] == 0
     assert len(engine._service.ingress) == engine._service.router.num_sessions == 0
 

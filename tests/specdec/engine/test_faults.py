@@ -62,7 +62,7 @@ def test_a_hook_that_raises_ends_its_own_sequence(temperature: float, is_in_draf
     wanted = collect(service(False, False), cases(temperature))
     faulty = service(True, is_in_draft)
     assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted)
-    report = faulty.target.report()
+    report = faulty.target.metrics()
     assert (report["num_errors"], report["num_failed_steps"]) == (1, 0)
     assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
 
@@ -73,7 +73,7 @@ def test_a_hook_that_raises_in_the_draft_only_costs_the_drafts(acceptance: str) 
     outputs = collect(service_, cases(0.0, acceptance))
     assert [output.tokens for output in outputs] == [o.tokens for o in collect(service(False, False), cases(0.0))]
     assert service_.drafter is not None
-    assert service_.drafter.report()["num_skipped_sequences"] == 1
+    assert service_.drafter.metrics()["num_skipped_sequences"] == 1
     num_plain = [spelled(output.notes).count("p") for output in outputs]
     assert num_plain[1] > 2 * max(num_plain[i] for i in (0, 2, 3))
 
@@ -102,10 +102,10 @@ def test_who_runs_out_of_memory_alone_twice_is_at_fault(
     failing_forward.append(torch.OutOfMemoryError("CUDA out of memory"))
     faulty = service(False, False)
     assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted, num_tokens=0)
-    report = faulty.target.report()
+    report = faulty.target.metrics()
     assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (1, 0, 1)
     assert faulty.drafter is not None
-    assert faulty.drafter.report()["num_skipped_sequences"] <= 1
+    assert faulty.drafter.metrics()["num_skipped_sequences"] <= 1
     assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
 
 
@@ -127,7 +127,7 @@ def test_who_runs_out_of_memory_alone_once_is_tried_again(worker: str, monkeypat
     outputs = collect(scarce, cases(0.0))
     assert [output.tokens for output in outputs] == [output.tokens for output in wanted]
     assert sizes == ([16, 8, 4, 2, 1] if worker == "target" else [11, 5, 2, 1])
-    report = getattr(scarce, worker).report()
+    report = getattr(scarce, worker).metrics()
     assert report["num_suspects" if worker == "target" else "num_skipped_sequences"] == (worker == "target")
     assert report["num_failed_steps"] == 0
 
@@ -195,7 +195,7 @@ def test_a_step_too_large_for_memory_is_tried_again_in_parts(monkeypatch: pytest
     monkeypatch.setattr(ModelRunner, "forward", fail)
     scarce = service(False, False)
     assert [output.tokens for output in collect(scarce, cases(0.0))] == [output.tokens for output in wanted]
-    report = scarce.target.report()
+    report = scarce.target.metrics()
     assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (0, 0, 0)
     assert 1 <= sum(size > 10 for size in sizes) < 12
 

@@ -11,7 +11,7 @@ from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.step_times import StepTime, step_times
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import StepMetrics
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 8)
 DECIDED, PREFILLING = Verification(Status.DECIDED, (5, 6), 1, 2), Verification(Status.PREFILLING)
@@ -53,12 +53,12 @@ def jobs(*keys):
 
 
 def points(report):
-    return list(step_times(report.gauges()).points)
+    return list(step_times(report.metrics()).points)
 
 
 def test_steps_are_timed_by_rows_and_tokens_and_prompts_left_out():
     backend = Told()
-    report = StepReport()
+    report = StepMetrics()
     observed = ObservedTarget(backend, [report], clock())
     backend.answers = [PREFILLING, DECIDED]
     assert observed.verify(jobs("a", "b")) == backend.answers
@@ -76,7 +76,7 @@ def test_steps_are_timed_by_rows_and_tokens_and_prompts_left_out():
 
 def test_draft_steps_count_branches_from_their_first():
     backend = Told()
-    report = StepReport()
+    report = StepMetrics()
     observed = ObservedDrafter(backend, [report], clock())
     backend.answers = [Proposal(Status.DECIDED, 5)]
     observed.propose([DraftJob("a", [1, 2], SPEC)])
@@ -91,7 +91,7 @@ def test_draft_steps_count_branches_from_their_first():
 
 def test_draft_steps_in_which_anybody_waits_or_reads_are_left_out_and_so_is_the_first_after_it():
     backend, decided = Told(), Proposal(Status.DECIDED, 5)
-    report = StepReport()
+    report = StepMetrics()
     observed = ObservedDrafter(backend, [report], clock())
     chain, branch = DraftJob("a", [1, 2], SPEC), DraftJob("a#0", [1, 2, 6], SPEC, fork_of="a")
     backend.answers = [decided]
@@ -117,7 +117,7 @@ def test_draft_steps_in_which_anybody_waits_or_reads_are_left_out_and_so_is_the_
 @pytest.mark.parametrize(("rests", "counted_s"), [(False, 3.5), (True, 1.0)])
 def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_rested(rests, counted_s):
     backend = Told()
-    report = StepReport()
+    report = StepMetrics()
     observed = ObservedDrafter(backend, [report], iter((0, 10**9, 35 * 10**8, 45 * 10**8)).__next__)
     backend.answers = [Proposal(Status.DECIDED, 5)]
     observed.propose([DraftJob("a", [1, 2], SPEC)])

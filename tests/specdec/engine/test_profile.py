@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.backends import Status, Verification
-from specdec.engine.timing import DRAFT_LENGTHS, NUM_ROWS, NUM_STEPS, StepReport, profile_drafter, profile_target
+from specdec.engine.timing import DRAFT_LENGTHS, NUM_ROWS, NUM_STEPS, StepMetrics, profile_drafter, profile_target
 
 SCRIPT = Script(0.8, 0.9, tuple(range(64)))
 
@@ -49,8 +49,8 @@ def test_without_room_a_size_is_left_and_all_is_released():
 
 
 def test_profiled_steps_are_no_work():
-    report = StepReport()
+    report = StepMetrics()
     profile_target(ScriptedTarget(SCRIPT, 128), report.profiled)
-    figures = report.gauges()
+    figures = report.metrics()
     assert figures["busy_s"] == 0
     assert figures["step/0/rows"] == 1

@@ -118,7 +118,7 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
     assert submitted("d", (*log.tail(0), *log_of(3, 1).tail(0))) == "T0", "it holds one more, and has read this"
     machine.workers.affinity_slack = 0
     assert submitted("e", (*log.tail(0), *log_of(3, 1).tail(0))) == "T1"
-    counted = machine.figures()
+    counted = machine.metrics()
     assert counted["num_placements/some"] == 1
     assert counted["num_placements/none"] == 5
     assert counted["num_reusable_prompt_tokens"] == 2 * 5 * BLOCK_TOKENS, "of d and e: the four blocks and the answer"

@@ -260,11 +260,11 @@ def test_a_branch_without_room_is_not_offered_and_nothing_waits_for_it():
     offers = settle(machine)
     assert offers[-1].chain == path((), 7)
     assert offers[-1].branches == ()
-    assert machine.report()["num_waiting_sequences"] == 0
+    assert machine.metrics()["num_waiting_sequences"] == 0
     machine._backend.has_room_for = set()
     commit(machine, (), (9,))
     assert not machine.step(0.0)
-    assert machine.report()["num_waiting_sequences"] == 1
+    assert machine.metrics()["num_waiting_sequences"] == 1
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])

@@ -23,7 +23,7 @@ def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
         join(machine, name)
     submit(machine)
     assert machine.take_outbox() == {"T0": [opened()], "D0": [opened()]}
-    assert machine.figures()["has_failed_controller"] == 0
+    assert machine.metrics()["has_failed_controller"] == 0
     setattr(chooser, method, raises)
     controller.closed("gone")
     controller.reported("T0", "target", {})
@@ -32,7 +32,7 @@ def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
     machine.receive(verdict(0, (0,)), 0.0)
     for now_s in (0.1, 0.6, 1.2):
         machine.step(now_s)
-    assert machine.figures()["has_failed_controller"] == 1
+    assert machine.metrics()["has_failed_controller"] == 1
     machine.step(1.8)
     assert Close("s", Inc(1, 0)) in machine.take_outbox()["D0"]
     submit(machine, "next", now_s=1.8)

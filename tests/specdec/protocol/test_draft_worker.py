@@ -63,7 +63,7 @@ def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> N
     machine.receive(Live("R", (("drafted", inc), ("own", inc), ("neither", inc))), 4.0)
     messages = run(machine, 8.0)
     assert [m.seq for m in messages if isinstance(m, Resync)] == ["neither"]
-    reports = [m.report for m in messages if isinstance(m, Alive)]
+    reports = [m.metrics for m in messages if isinstance(m, Alive)]
     assert [(report["num_sequences"], report["num_standalone_sequences"]) for report in reports] == [(2.0, 1.0)]
     assert "drafted" not in backend.released
     machine.step(10.0)

@@ -51,7 +51,7 @@ def test_a_worker_that_drains_refuses_what_is_new_and_keeps_what_it_has(kind):
     machine.receive(open_message(seq="old"), 0.0)
     machine.drain(0.0)
     (told,) = [message for message in machine.take_outbox()["R"] if isinstance(message, Alive)]
-    assert told.report["is_draining"] == 1
+    assert told.metrics["is_draining"] == 1
     machine.receive(open_message(seq="old"), 0.0)
     machine.receive(open_message(seq="new"), 0.0)
     machine.receive(open_message(seq="old", inc=Inc(1, 1)), 0.0)
@@ -78,7 +78,7 @@ def test_a_worker_without_sequences_tells_its_routers_that_it_drains(kind):
     told = machine.take_outbox()
     assert set(told) == {"R", "S"}
     for messages in told.values():
-        assert [message.report["is_draining"] for message in messages if isinstance(message, Alive)][:1] == [1]
+        assert [message.metrics["is_draining"] for message in messages if isinstance(message, Alive)][:1] == [1]
     assert machine.is_drained
 
 
@@ -115,7 +115,7 @@ def test_what_a_worker_refuses_is_opened_elsewhere(why):
     assert machine.take_outbox() == {"T1": [opened(n=1)]}
     submit(machine, "new")
     assert machine.take_outbox()["T1"] == [opened(seq="new")]
-    assert machine.figures()[f"num_resyncs/{why}"] == 1
+    assert machine.metrics()[f"num_resyncs/{why}"] == 1
 
 
 def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():
@@ -299,4 +299,4 @@ def test_an_ingress_that_drains_refuses_requests():
     assert not machine.is_drained
     machine.cancel("s")
     assert machine.is_drained
-    assert machine.report()["num_refused_draining"] == 1
+    assert machine.metrics()["num_refused_draining"] == 1

@@ -59,7 +59,7 @@ def test_an_error_of_one_sequence_ends_it_and_no_other():
     machine.receive(Close("b", INC), 1.0)
     machine.step(2.0)
     assert ends(machine) == {}
-    assert machine.report()["num_errors"] == 1
+    assert machine.metrics()["num_errors"] == 1
 
 
 def test_a_suspect_of_the_backend_is_tried_alone_and_ends_the_second_time():
@@ -68,7 +68,7 @@ def test_a_suspect_of_the_backend_is_tried_alone_and_ends_the_second_time():
         machine.step(0.0)
     assert keys(machine) == [("a", "b", "c"), ("b",), ("a", "c")]
     assert ends(machine) == {"b": ("error", "its hook raised")}
-    report = machine.report()
+    report = machine.metrics()
     assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (0, 1, 1)
 
 
@@ -80,7 +80,7 @@ def test_after_a_step_that_failed_each_is_tried_alone_and_who_fails_alone_twice_
         machine.step(0.0)
     assert ["".join(batch) for batch in keys(machine)] == ["abcd", "a", "a", "b", "c", "ac", "d", "acd", "b", "acd"]
     assert ends(machine)["b"] == ("error", "MemoryError: no room")
-    report = machine.report()
+    report = machine.metrics()
     assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (3, 1, 5)
 
 
@@ -123,7 +123,7 @@ def test_one_of_many_is_found_by_halves():
     machine = machine_of(Faulty(poison="20"), names)
     for _ in range(80):
         machine.step(0.0)
-    assert machine.report()["num_failed_steps"] == 1 + 1 + 1 + 2  # all, a half of 17, a half of 9, alone, alone
+    assert machine.metrics()["num_failed_steps"] == 1 + 1 + 1 + 2  # all, a half of 17, a half of 9, alone, alone
     assert [row.seq for row in machine._rows if row.finish == "error"] == ["20"]
     assert all(row.suspects == "" for row in machine._rows)
 
@@ -168,7 +168,7 @@ def test_suspects_that_find_no_room_leave_the_step_to_others():
     machine._groups.divide([row for row in machine._rows if row.seq == "b"])
     assert machine.step(0.0)
     assert keys(machine) == [("b",), ("a",)]
-    assert machine.report()["num_waiting_sequences"] == 1
+    assert machine.metrics()["num_waiting_sequences"] == 1
 
 
 def test_a_lost_device_fails_the_machine():
@@ -216,7 +216,7 @@ def test_a_drafter_skips_what_fails_and_drafts_for_the_others(how):
         machine.step(0.0)
     offered = {message.seq for message in machine.take_outbox()["R"]}
     assert offered == {"a", "c"}
-    report = machine.report()
+    report = machine.metrics()
     assert report["num_skipped_sequences"] == 1
     assert report["num_failed_steps"] == (3 if how == "poison" else 0)
     assert sum(seqs.count("b") > 0 for seqs in backend.batches) == {"poison": 3, "failing": 1, "suspect": 2}[how]

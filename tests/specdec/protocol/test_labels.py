@@ -38,7 +38,7 @@ def test_a_targets_lines(lines: list[str], fault: str) -> None:
     machine.receive(open_message(plan=Plan(0), request_id="client-7"), 0.0)
     for _ in range(3):
         machine.step(0.0)
-    assert machine.report()["num_errors"] == 1
+    assert machine.metrics()["num_errors"] == 1
 
 
 @pytest.mark.parametrize("fault", ["poison", "failing"])
@@ -47,7 +47,7 @@ def test_a_drafters_lines(lines: list[str], fault: str) -> None:
     machine.receive(open_message(plan=Plan(3, 2), request_id="client-7"), 0.0)
     for _ in range(3):
         machine.step(0.0)
-    assert machine.report()["num_skipped_sequences"] == 1
+    assert machine.metrics()["num_skipped_sequences"] == 1
 
 
 def test_a_routers_lines(lines: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -125,12 +125,12 @@ def test_sequences_without_the_drafter_of_their_plan_are_counted():
     machine = router("T0")
     submit(machine, "a")
     machine.receive(Submit("b", 1, "I", PROMPT, replace(SPEC, model="draft")), 0.0)
-    assert machine.figures()["num_without_drafter"] == 2, "b asks the draft model itself"
+    assert machine.metrics()["num_without_drafter"] == 2, "b asks the draft model itself"
     join(machine, "D0")
-    assert machine.figures()["num_without_drafter"] == 0
+    assert machine.metrics()["num_without_drafter"] == 0
     submit(machine, "c")
     machine.worker_lost("D0", 0.0)
-    assert machine.figures()["num_without_drafter"] == 3
+    assert machine.metrics()["num_without_drafter"] == 3
 
 
 def test_a_verdict_is_acknowledged_committed_and_told():
@@ -322,16 +322,16 @@ def test_a_silent_worker_counts_as_lost_until_it_is_heard_again():
     machine = submitted("T0", plan=Plan(0))
     machine.receive(Alive("T0", {"x": 1.0}), 1.0)
     machine.receive(Want("s", 1, "I", P), 4.0)
-    assert machine.reports() == {"T0": ("target", {"x": 1.0})}
+    assert machine.worker_metrics() == {"T0": ("target", {"x": 1.0})}
     machine.step(5.5)
-    assert machine.reports() == {}
+    assert machine.worker_metrics() == {}
     assert machine.take_outbox()["T0"] == [Live("R", (), TIMES.lease_s)]  # it is still asked
     submit(machine, "late", now_s=5.5)
     assert machine.take_outbox() == {}
     machine.receive(Alive("T0", {"x": 2.0}), 6.0)
     sent = machine.take_outbox()["T0"]
     assert [(message.seq, message.inc) for message in sent] == [("late", Inc(1, 0)), ("s", Inc(1, 1))]
-    assert machine.reports() == {"T0": ("target", {"x": 2.0})}
+    assert machine.worker_metrics() == {"T0": ("target", {"x": 2.0})}
 
 
 def test_a_worker_whose_link_is_alive_is_not_silent_however_long_its_step_takes():
@@ -342,7 +342,7 @@ def test_a_worker_whose_link_is_alive_is_not_silent_however_long_its_step_takes(
         machine.receive(Want("s", 1, "I", P), now_s)
         machine.step(now_s)
     assert all(isinstance(message, Live) for message in machine.take_outbox()["T0"])
-    assert set(machine.reports()) == {"T0"}
+    assert set(machine.worker_metrics()) == {"T0"}
 
 
 def test_new_times_hold_for_what_is_open_before_the_old_lease_runs_out():
@@ -371,7 +371,7 @@ def test_sequences_move_away_from_a_silent_worker():
 def test_an_unknown_workers_heartbeat_is_ignored():
     machine = submitted("T0")
     machine.receive(Alive("T9"), 0.0)
-    assert set(machine.reports()) == {"T0"}
+    assert set(machine.worker_metrics()) == {"T0"}
 
 
 def test_a_sequence_that_is_too_long_to_be_opened_ends_with_an_error_and_no_other_does():

@@ -229,7 +229,7 @@ def test_what_is_closed_or_runs_out_is_released(how):
         machine.receive(Close("s", INC), 1.0)
     machine.step(TIMES.lease_s + 1)
     assert machine._backend.released == ["s"]
-    assert (machine.report()["num_sequences"], machine._backend.batches) == (0, [])
+    assert (machine.metrics()["num_sequences"], machine._backend.batches) == (0, [])
 
 
 def test_live_renews_and_names_what_is_unknown():
@@ -283,7 +283,7 @@ def test_counters():
     machine = machine_with(open_message(), offer((), (3, 4, 9)))
     for _ in range(2):
         machine.step(0.0)
-    report = machine.report()
+    report = machine.metrics()
     expected = {"num_rounds": 2, "num_drafts": 1, "num_draft_tokens": 3, "num_accepted_tokens": 2, "num_steps": 2}
     assert {name: report[name] for name in expected} == expected
     assert (report["num_committed_tokens"], report["num_sequences"]) == (4, 1)

@@ -14,7 +14,7 @@ def branched(committed, chain, *branches):
 
 
 def num_stale(machine):
-    return machine.report()["num_stale_offers"]
+    return machine.metrics()["num_stale_offers"]
 
 
 def judged(machine):
@@ -24,7 +24,7 @@ def judged(machine):
             machine.receive(Ack("s", INC, len(row.log)), 2.0)
         machine.step(2.0)  # none waits so long
     names = ("num_branch_hits", "num_branch_misses")
-    return tuple(machine.report()[name] for name in names)
+    return tuple(machine.metrics()[name] for name in names)
 
 
 def test_rounds_are_counted_by_whether_their_outcome_was_offered():
@@ -69,7 +69,7 @@ def test_a_sequence_that_ends_has_all_rounds_counted_but_its_last(chain, counted
         machine.step(0.0)
     names = ("num_branch_hits", "num_branch_misses")
     assert machine._rows.current("s", INC).finish is not None
-    assert tuple(machine.report()[name] for name in names) == counted
+    assert tuple(machine.metrics()[name] for name in names) == counted
 
 
 def test_the_tail_of_an_offer_whose_round_was_followed_by_another_is_used():

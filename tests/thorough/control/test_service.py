@@ -92,21 +92,21 @@ def test_a_drafter_is_missed_where_drafts_were_chosen(pair: Pair, num_without_dr
     service = Service(pair)
     service.begin(4)
     service.run_rounds(400)
-    assert service.router.figures()["num_without_drafter"] == 0
+    assert service.router.metrics()["num_without_drafter"] == 0
     service.router.worker_lost("drafter", service.now_s)
     service.run_for(0.5)
-    assert service.router.figures()["num_without_drafter"] == num_without_drafter
+    assert service.router.metrics()["num_without_drafter"] == num_without_drafter
 
 
 def test_a_drafter_is_missed_until_one_was_tried() -> None:
     controller = Controller()
     controller.opened("a", SequenceSpec(SamplingParams(), 1, 1, 64))
     controller.opened("b", SequenceSpec(SamplingParams(), 1, 1, 64, num_speculative_tokens=0))
-    assert controller.figures()["num_without_drafter"] == 1
+    assert controller.metrics()["num_without_drafter"] == 1
     controller.review({"a": ("target", None), "b": ("target", None)}, 0.0)
-    assert controller.figures()["num_without_drafter"] == 1
+    assert controller.metrics()["num_without_drafter"] == 1
     controller.reported("drafter", "drafter", {})
-    assert controller.figures()["num_without_drafter"] == 0
+    assert controller.metrics()["num_without_drafter"] == 0
 
 
 def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
