@@ -20,10 +20,8 @@ from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.config.replicas import ReplicaRange, scaling
-from cluster.launch.nodes import ray_nodes
+from cluster.launch.capacity import check_memory, gpu_bytes_of, plan_updates, ray_nodes
 from cluster.launch.placement import ActorShare, placement_of, ray_devices
-from cluster.launch.preflight import check_memory, gpu_bytes_of
-from cluster.launch.updates import plan_updates
 from cluster.models.download import check_models
 from cluster.models.identity import fingerprints
 from cluster.models.sources import draft_source, read_template, target_source

@@ -24,13 +24,13 @@ from deployments.http.keys import ApiKeys
 from deployments.http.observer import Observer
 from deployments.http.service import ApiSettings, ModelInfo, ModelRole, ServedModel
 from deployments.http.store import NOTHING, Store
+from deployments.metrics.autoscaling import LONG_QUEUE_S, Metrics
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import serve_tracer
 from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.operate.live import LiveKeys, WatchedFile
 from deployments.operate.requantize import add_quantization_routes
 from deployments.operate.stores import open_store
-from deployments.scaling.autoscaling import LONG_QUEUE_S, Metrics
 from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from deployments.transport.link import spawn

@@ -13,11 +13,11 @@ from cluster.config.live import set_log_level
 from cluster.config.names import DRAFT, TARGET
 from cluster.config.replicas import least
 from cluster.models.identity import fingerprints
+from deployments.metrics.autoscaling import ExposedDrafts, Metrics, Waker
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
 from deployments.operate.live import LiveKeys
 from deployments.operate.readiness import users_load, users_poll
-from deployments.scaling.autoscaling import ExposedDrafts, Metrics, Waker
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
 from specdec.core.types import SpeculationMode

@@ -21,12 +21,12 @@ from cluster.launch.startup import startup
 from cluster.models.identity import fingerprints
 from cluster.models.sources import backend_of, backend_options, draft_source, ngram_options, target_source
 from cluster.models.vllm import vllm_options
+from deployments.metrics.autoscaling import Metrics
 from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
 from deployments.operate.live import LiveKeys
 from deployments.operate.readiness import ReplicaPoll, users_load, users_poll
-from deployments.scaling.autoscaling import Metrics
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.checkpoint.compat import tokenizer_width

@@ -18,7 +18,7 @@ STATUS = "deployments.operate.status"
 STATUS_PARTS = ("health", "metrics")
 MIDDLEWARES = "deployments.proxy:middlewares"
 """What Serve's HTTP proxy runs around each request."""
-AUTOSCALER = "deployments.scaling.autoscaling:Autoscaler"
+AUTOSCALER = "deployments.metrics.autoscaling:Autoscaler"
 """What decides how many replicas of a range there are."""
 OTLP = "deployments.metrics.spans:otlp"
 """What makes the exporter of traces."""

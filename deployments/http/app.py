@@ -16,7 +16,7 @@ from deployments.http.ignored import IgnoredFields
 from deployments.http.keys import ApiKeys, CheckKeys
 from deployments.http.middleware import Admit, Arrivals, BodyLimit, CatchErrors
 from deployments.http.observer import Observer
-from deployments.http.routes import completions, pages, responses, tokens, ui
+from deployments.http.routes import completions, pages, responses
 from deployments.http.service import ApiSettings, TokenService
 from deployments.http.store import Store
 from specdec.checkpoint.compat import tokenizer_width
@@ -85,8 +85,8 @@ def create_app(
             ],
         )
     app.add_middleware(Arrivals, settings=settings, observer=observer)
-    for group in (completions, responses, tokens, pages, *((ui,) if settings.ui else ())):
-        app.include_router(group.router)
+    for router in (completions.router, responses.router, pages.router, *((pages.ui_router,) if settings.ui else ())):
+        app.include_router(router)
     return app
 
 

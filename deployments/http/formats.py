@@ -13,8 +13,7 @@ from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
 from deployments.http.messages import AssistantMessage, Json
-from deployments.http.schemas.chat import ChatBody
-from deployments.http.schemas.completions import CompletionBody
+from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.tally import answer_metrics, how_it_came
 from deployments.http.writing import Event
 from specdec.core.types import PromptLogprobs, TokenLogprobs

@@ -23,9 +23,8 @@ from deployments.http.sampling import (
     sampling_params,
     speculation_bound,
 )
-from deployments.http.schemas.chat import ChatBody
+from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.schemas.common import GenerationBody
-from deployments.http.schemas.completions import CompletionBody
 from deployments.http.service import SequenceRequest, ServedModel
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.core.grammar import Grammar

@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve import metrics as ray_metrics
 
+from deployments.metrics.autoscaling import Load, Metrics, load_of
 from deployments.metrics.families import PREFIX, REPORTED, Family, Part
 from deployments.metrics.page import ChangeRegistry, ReplicaPage
-from deployments.scaling.autoscaling import Load, Metrics, load_of
 from deployments.transport.endpoints import Endpoint, replica_id
 
 logger = logging.getLogger("ray.serve")

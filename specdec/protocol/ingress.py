@@ -12,7 +12,7 @@ from specdec.core.messages import Cancel, End, Gone, Message, NewTokens, Notes, 
 from specdec.core.params import SequenceSpec, StopCondition
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import UNKNOWN, Fingerprints, Finish, Tokens
-from specdec.protocol.affinity import choose_router
+from specdec.protocol.dispatcher import choose_router
 from specdec.protocol.leases import Outbox, Times, label
 
 logger = logging.getLogger(__name__)

@@ -8,15 +8,14 @@ import shutil
 import pytest
 
 from cluster.config.app import AppArgs
-from cluster.launch.nodes import Node
+from cluster.launch.capacity import Node, check_memory
 from cluster.launch.placement import ActorShare, Placement
-from cluster.launch.preflight import check_memory
 from cluster.models.demos import demo_folder
 from cluster.models.sources import target_source
 from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
 from specdec.engine.build import BackendOptions, build_target
-from specdec.models.estimate import least_memory
 from specdec.models.loading import ModelSource
+from specdec.models.memory import least_memory
 
 CPU, GPU = ActorShare({"num_cpus": 1}), ActorShare({"num_gpus": 1})
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.replicas import Replicas, Updates
-from cluster.launch.nodes import Node
+from cluster.launch.capacity import Node, plan_updates
 from cluster.launch.placement import ActorShare, Placement
-from cluster.launch.updates import plan_updates
 
 NO_ROOM = "no room for a second {0} beside the one that runs"
 

@@ -26,8 +26,7 @@ from deployments.http.admission import Admission
 from deployments.http.errors import ApiError
 from deployments.http.observer import Observer
 from deployments.ingress import OpenAIIngress
-from deployments.metrics.replica import ReplicaMetrics
-from deployments.scaling.autoscaling import (
+from deployments.metrics.autoscaling import (
     BUSY,
     FULL,
     LONG_QUEUE_S,
@@ -38,6 +37,7 @@ from deployments.scaling.autoscaling import (
     desired_replicas,
     load_of,
 )
+from deployments.metrics.replica import ReplicaMetrics
 
 
 def desired(part: str, loads: list[Load], sequences: float | None = None, limit: float = math.inf) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.scaling import autoscaling
-from deployments.scaling.autoscaling import Waker
+from deployments.metrics import autoscaling
+from deployments.metrics.autoscaling import Waker
 
 
 class Response:

@@ -15,8 +15,8 @@ from cluster.config.app import AppArgs
 from cluster.config.environment import RAY_SETTINGS, check_node
 from cluster.models.identity import fingerprints
 from deployments import ingress, router, workers
+from deployments.metrics.autoscaling import Load
 from deployments.metrics.replica import Measured
-from deployments.scaling.autoscaling import Load
 from specdec.core.errors import InvalidParameterError
 from specdec.core.messages import Alive, Submit
 from specdec.core.params import SamplingParams, SequenceSpec

@@ -1,9 +1,4 @@
-"""``GET /``, ``/docs``, ``/version`` and ``/ping``: for people, and for probes of other servers' habits.
-
-``GET /health``; in the service an application of its own stands before it.
-
-``GET /v1/models`` and ``GET /v1/models/{name}``.
-"""
+"""``/``, ``/docs`` and ``/ui`` for people; ``/version``, ``/ping``, ``/health`` and ``/v1/models`` for programs."""
 
 from __future__ import annotations
 
@@ -88,3 +83,31 @@ def _model(model: ServedModel, created_s: int) -> dict[str, Any]:
         "root": (root.name if root.is_absolute() else model.root) or model.name,
         "parent": model.parent,
     }
+
+
+ui_router = APIRouter(include_in_schema=False)
+"""Of the page on which one sees how an answer comes about."""
+_FOLDER = Path(__file__).parent.parent / "ui"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+UI_PATHS = {
+    "/ui": ("index.html", "text/html"),
+    "/ui/ui.js": ("ui.js", "text/javascript"),
+    "/ui/ui.css": ("ui.css", "text/css"),
+}
+"""The page's parts: where each is, in which file, and of what kind."""
+
+
+def _serve(path: str, file: str, kind: str) -> None:
+    @ui_router.get(path)
+    async def part() -> FileResponse:
+        return FileResponse(_FOLDER / file, media_type=kind, headers=_HEADERS)
+
+
+for _path, (_file, _kind) in UI_PATHS.items():
+    _serve(_path, _file, _kind)

@@ -8,10 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import deployments
-from deployments.http.routes.tokens import DetokenizeBody, TokenizeBody
-from deployments.http.schemas.chat import ChatBody, TemplatedBody
+from deployments.http.routes.completions import DetokenizeBody, TokenizeBody
+from deployments.http.schemas.chat import ChatBody, CompletionBody, TemplatedBody
 from deployments.http.schemas.common import SamplingBody
-from deployments.http.schemas.completions import CompletionBody
 from deployments.http.schemas.fields import (
     REFUSED,
     REFUSED_IN_MESSAGES,

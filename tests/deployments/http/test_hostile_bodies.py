@@ -12,8 +12,7 @@ import pytest
 from fastapi import APIRouter
 from pydantic import BaseModel, field_validator
 
-from deployments.http.schemas.chat import ChatBody
-from deployments.http.schemas.completions import CompletionBody
+from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.schemas.responses import ResponsesBody
 from deployments.http.strict_json import StrictJsonRoute
 

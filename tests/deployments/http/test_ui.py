@@ -12,7 +12,7 @@ import pytest
 
 from deployments.http import ApiSettings, TokenDelta, create_app
 from deployments.http.keys import OPEN_PATHS, ApiKeys
-from deployments.http.routes.ui import UI_PATHS
+from deployments.http.routes.pages import UI_PATHS
 from specdec.core.messages import Notes, Plan, RoundTimes
 from specdec.core.types import TokenLogprobs
 from tests.letters import provenance

@@ -12,7 +12,7 @@ from specdec.core.messages import Cancel, Inc, Notes, Open, Submit, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.drafting.length.plans import fixed_plan
-from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose, choose_router
+from specdec.protocol.dispatcher import BLOCK_TOKENS, CachedPrefixes, block_digests, choose, choose_router
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from tests.letters import provenance

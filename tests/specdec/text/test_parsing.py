@@ -13,12 +13,12 @@ from specdec.structured.parsing.calls import (
     AnswerEvent,
     AnswerParser,
     ContentDelta,
+    HermesParser,
+    Llama3Parser,
     PlainParser,
     ReasoningDelta,
     ToolCallDelta,
 )
-from specdec.structured.parsing.hermes import HermesParser
-from specdec.structured.parsing.llama3 import Llama3Parser
 from specdec.structured.parsing.reasoning import ReasoningCounter, ReasoningParser, ReasoningTags, WithoutReasoning
 from specdec.structured.parsing.response_template import ResponseTemplateParser
 

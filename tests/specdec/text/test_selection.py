@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.core.errors import InvalidParameterError
 from specdec.structured.constraints import HERMES, LLAMA3, CallForm
-from specdec.structured.parsing.hermes import HermesParser
-from specdec.structured.parsing.llama3 import Llama3Parser
+from specdec.structured.parsing.calls import HermesParser, Llama3Parser
 from specdec.structured.parsing.reasoning import ReasoningTags
 from specdec.structured.parsing.response_template import ResponseTemplateParser
 from specdec.structured.parsing.selection import AnswerForms

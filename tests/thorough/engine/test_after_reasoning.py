@@ -11,7 +11,7 @@ import pytest
 
 from specdec import Grammar, SamplingParams
 from specdec.structured.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
-from specdec.structured.parsing.hermes import HermesParser
+from specdec.structured.parsing.calls import HermesParser
 from specdec.structured.parsing.reasoning import ReasoningTags
 from tests.letters import spelled
 from tests.sizes import some

@@ -1,19 +1,79 @@
-"""Whether a model can fit into its replica's memory, by arithmetic: before anything that runs is stopped for it."""
+"""What fits on the nodes of the Ray cluster: a replica, a model on its GPUs, a successor beside what is updated."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.config.app import AppArgs
 from cluster.config.models import ModelConfig
-from cluster.launch.nodes import Node
+from cluster.config.replicas import Replicas, Updates, most
 from cluster.launch.placement import ActorShare, Placement
 from cluster.models.sources import draft_source, target_source
 from specdec.core.errors import InvalidParameterError
-from specdec.models.estimate import least_memory
 from specdec.models.loading import ModelSource
+from specdec.models.memory import least_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node that is alive.
+
+    Attributes:
+        id: Ray's.
+        resources: What it has, by Ray's names.
+        free: What nobody has of that.
+        labels: Ray's labels of it.
+    """
+
+    id: str
+    resources: Mapping[str, float]
+    free: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def may_take(self, share: ActorShare) -> bool:
+        """Whether a replica can ever run there."""
+        has_room = all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in needs(share).items())
+        return has_room and self.matches(share)
+
+    def matches(self, share: ActorShare) -> bool:
+        """Whether its labels are those that a replica asks for."""
+        selector: Mapping[str, str] = share.ray_actor_options.get("label_selector") or {}
+        return all(_selects(wanted, self.labels.get(name)) for name, wanted in selector.items())
+
+
+def needs(share: ActorShare) -> dict[str, float]:
+    """What a replica takes of its node, by Ray's names."""
+    options: Mapping[str, Any] = share.ray_actor_options
+    found = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    if "accelerator_type" in options:
+        found[f"accelerator_type:{options['accelerator_type']}"] = 0.001
+    return {name: float(amount) for name, amount in found.items() if amount}
+
+
+def _selects(wanted: str, label: str | None) -> bool:
+    """Ray's label selectors: ``a``, ``!a``, ``in(a, b)`` and ``!in(a, b)``; an absent label is none of them."""
+    is_wanted = not wanted.startswith("!")
+    text = wanted.removeprefix("!")
+    values = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
+    return (label in {value.strip() for value in values}) == is_wanted
+
+
+def ray_nodes() -> tuple[Node, ...]:
+    """The nodes of the cluster that this process is connected to."""
+    import ray
+    from ray._private.state import available_resources_per_node  # ray.available_resources is the sum of it
+
+    free = available_resources_per_node()
+    return tuple(
+        Node(node["NodeID"], node["Resources"], free.get(node["NodeID"], {}), node.get("Labels", {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
 
 _MIB = 1 << 20
 _TIMEOUT_S = 10.0
@@ -127,3 +187,63 @@ def _check(
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / _MIB:,.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """How many more replicas of each deployment may run during an update.
+
+    Attributes:
+        surge_percent: Of a deployment's replicas, by its name in the configuration; Serve's ``max_surge_percent``.
+        remarks: What whoever applies an update should know, a sentence each.
+    """
+
+    surge_percent: Mapping[str, int]
+    remarks: tuple[str, ...] = ()
+
+
+PARTS = ("target", "draft", "router", "ingress")
+
+
+def plan_updates(
+    updates: Updates,
+    replicas: Replicas,
+    placement: Placement,
+    nodes: Sequence[Node],
+    parts: Iterable[str] = PARTS,
+) -> UpdatePlan:
+    """Let a successor run beside each replica where it is to, or where there is room.
+
+    Args:
+        updates: What is wanted.
+        replicas: How many there are of each.
+        placement: What one replica of each asks for.
+        nodes: Those of the cluster when the configuration is applied.
+        parts: The deployments that there are, those first that get the room first.
+    """
+    left, percents, remarks = [(node, dict(node.free)) for node in nodes], {}, []
+    for part in parts:
+        wanted, count = getattr(updates, part), most(getattr(replicas, part))
+        num_placed = 0 if wanted == "replace" else _place(getattr(placement, part), count, left)
+        num_surge = count if wanted == "surge" else num_placed
+        percents[part] = min(100, max(1, 100 * num_surge // count)) if num_surge else 0
+        if wanted == "auto" and not num_surge:
+            remarks.append(
+                f"updates.{part}: no room for a second {part} beside the one that runs: an update stops that one "
+                f"first{'' if part == 'draft' else ', and new requests wait until its successor is ready'}"
+            )
+    return UpdatePlan(percents, tuple(remarks))
+
+
+def _place(share: ActorShare, count: int, left: Sequence[tuple[Node, dict[str, float]]]) -> int:
+    """Find room for up to ``count`` more replicas, each on one node, and take it; gives for how many there is."""
+    wanted = needs(share)
+    if not wanted and not share.ray_actor_options.get("label_selector"):
+        return count
+    num_placed = 0
+    for free in (free for node, free in left if node.matches(share)):
+        while num_placed < count and all(free.get(name, 0.0) + 1e-6 >= amount for name, amount in wanted.items()):
+            num_placed += 1
+            for name, amount in wanted.items():
+                free[name] -= amount
+    return num_placed

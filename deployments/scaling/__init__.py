@@ -1,1 +1,0 @@
-"""When are replicas added and removed?"""
