@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from deployments.transport import wire
-from deployments.transport.wire import FrameReader, Greeting, Hello, LinkError, Messages, decode, encode, mismatch
+from deployments.transport.wire import (
+    WIRE_VERSION,
+    FrameReader,
+    Greeting,
+    Hello,
+    LinkError,
+    Messages,
+    decode,
+    encode,
+    mismatch,
+)
 from specdec.core import messages as m
 from specdec.core.log import Mark
 from specdec.core.params import SamplingParams, SequenceSpec
@@ -58,6 +70,25 @@ ALL = (
 def test_every_message_arrives_as_it_was() -> None:
     assert {type(message) for message in ALL} == set(m.Message.__args__), "a message is missing here"
     assert decode(encode(Messages(ALL)), Messages).batch == ALL
+
+
+GOLDEN = Path(__file__).with_name("golden.json")
+"""By wire version, and by the frame's or message's type, what it is on the wire, in hexadecimal."""
+FRAMES = (
+    Hello("w", "r", "Target", Fingerprints("d", "v", "f"), WIRE_VERSION),
+    Greeting("r", Fingerprints("d", "v", "f"), "no", WIRE_VERSION),
+    *(Messages((message,)) for message in ALL),
+)
+
+
+def test_the_bytes_of_a_version_never_change() -> None:
+    """Where they must, raise WIRE_VERSION and add what this test prints to the file."""
+    golden = json.loads(GOLDEN.read_text())
+    written = {type(frame.batch[0] if isinstance(frame, Messages) else frame).__name__: frame for frame in FRAMES}
+    now = {name: encode(frame).hex() for name, frame in written.items()}
+    assert golden.get(str(WIRE_VERSION)) == now, json.dumps({WIRE_VERSION: now})
+    for name, frame in written.items():
+        assert decode(bytes.fromhex(now[name]), type(frame)) == frame
 
 
 def test_types_of_tuples_survive() -> None:
