@@ -8,6 +8,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from deployments.transport.wire import Messages, decode, encode
+from specdec.core.messages import Submit
+from specdec.core.tokens import SharedTokens
 from tests.deployments.http.conftest import Bench
 
 TEXTS = {
@@ -65,3 +68,32 @@ async def test_a_stop_string_ends_the_text_before_it(
     body = BODIES[path] | {"stop": [stop]}
     assert text_of((await http.post(path, json=body | {"model": "demo"})).json()) == "世界 "
     assert "".join(await pieces(http, path, body)) == "世界 "
+
+
+async def test_a_prompt_of_32k_tokens_is_whole_at_every_endpoint_and_on_the_wire(bench: Bench) -> None:
+    long = Bench(bench.tokenizer, max_model_len=1 << 16)
+    text = "世界 🙂 ünd\n"
+    text *= 32_768 // len(bench.tokenizer.encode(text, add_special_tokens=False)) + 1
+    ids = bench.tokenizer.encode(text)
+    assert len(ids) >= 32_768
+    long.says("ok")
+    asked = {
+        "/v1/completions": [{"prompt": text}, {"prompt": ids}],
+        "/v1/chat/completions": [{"messages": [{"role": "user", "content": text}]}],
+        "/v1/responses": [{"input": text}],
+    }
+    transport = httpx2.ASGITransport(app=long.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api") as http:
+        for path, bodies in asked.items():
+            for body in bodies:
+                answer = await http.post(path, json=body | {"model": "demo"})
+                assert text_of(answer.json()) == "ok", answer.text
+        tokens = (await http.post("/tokenize", json={"prompt": text})).json()["tokens"]
+        assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+    assert tokens == ids
+    assert [len(request.prompt) >= 32_768 for request in long.service.opened] == [True] * 4
+    for request in long.service.opened:
+        read = bench.tokenizer.decode(list(request.prompt))
+        assert [read.count(part) for part in ("世界", "🙂", "ünd")] == [text.count("世界")] * 3
+    submit = Submit("s", 1, "i", SharedTokens(long.service.opened[0].prompt), long.service.opened[0].spec)
+    assert decode(encode(Messages((submit,))), Messages).batch == (submit,)
