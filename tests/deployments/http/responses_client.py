@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 PATH = "/v1/responses"
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 ASK = {"model": "demo", "input": "Add."}
 Json = dict[str, Any]
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -12,7 +12,6 @@ from openai import AsyncOpenAI
 from deployments.http import ApiSettings, TokenDelta
 from specdec.core.errors import ServiceUnavailableError
 
-from .bodies import CALL
 from .conftest import Bench, limits
 
 COMPLETION = {"model": "demo", "prompt": "x"}
@@ -26,98 +25,12 @@ def body_of(answer: httpx2.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("field", ["best_of", "suffix", "moderation"], ids=lambda field: f"completions-{field}")
-async def test_completion_fields_that_cannot_be_honoured(refused: Callable[..., Any], field: str) -> None:
-    error = await refused("/v1/completions", COMPLETION | {field: 2})
-    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
-    assert field in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("functions", [{"name": "f"}]),
-        ("function_call", "auto"),
-        ("modalities", ["text", "audio"]),
-        ("audio", {"voice": "x"}),
-        ("web_search_options", {}),
-    ],
-)
-async def test_chat_fields_that_cannot_be_honoured(refused: Callable[..., Any], field: str, value: Any) -> None:
-    error = await refused("/v1/chat/completions", CHAT | {field: value})
-    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "function", "content": "x"}, "messages[0].role"),
-        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
-        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
-        ({"role": "user", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
-        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
-        ({"role": "tool", "content": None, "tool_call_id": "1"}, "messages[0].content"),
-        ({"role": "system", "content": None}, "messages[0].content"),
-        ({"role": "assistant", "tool_calls": [CALL] * 129}, "messages[0].tool_calls"),
-        (
-            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": []}, "messages[0].content"),
-        ({"role": "user", "content": 7}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
-        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls[0].id"),
-        ({"role": "user", "content": "x", "nane": "y"}, "messages[0].nane"),
-        ({"role": "user", "content": [{"type": "text", "text": "x", "texxt": 1}]}, "messages[0].content[0].texxt"),
-        ("x", "messages[0]"),
-    ],
-)
-async def test_messages_that_cannot_be_honoured(refused: Callable[..., Any], message: Any, param: str) -> None:
-    assert (await refused("/v1/chat/completions", CHAT | {"messages": [message]}))["param"] == param
-
-
 async def test_a_template_is_taken_only_where_requests_are_trusted(tokenizer: Any) -> None:
     bench = Bench(tokenizer, ApiSettings())
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
         answer = await http.post("/v1/chat/completions", json=CHAT | {"chat_template": "x"})
     error = body_of(answer, 400)
     assert (error["param"], error["code"]) == ("chat_template", "unsupported_parameter")
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "hint"),
-    [
-        (COMPLETION | {"temprature": 1}, "temprature", "'temperature'"),
-        (COMPLETION | {"max_token": 1}, "max_token", "'max_tokens'"),
-        (COMPLETION | {"top_kk": 1}, "top_kk", "'top_k'"),
-        (COMPLETION | {"stpo": "x"}, "stpo", "'stop'"),
-        (COMPLETION | {"mirostatt": 0}, "mirostatt", "'mirostat'"),
-        (COMPLETION | {"stream_options": {"include_usages": True}}, "stream_options.include_usages", "'include_usage'"),
-    ],
-)
-async def test_a_misspelt_field_is_named(
-    refused: Callable[..., Any], body: dict[str, Any], param: str, hint: str
-) -> None:
-    error = await refused("/v1/completions", body)
-    assert (error["param"], error["code"]) == (param, "unknown_parameter")
-    assert hint in error["message"]
-
-
-async def test_a_missing_field_is_named(refused: Callable[..., Any]) -> None:
-    for path, body, param in (
-        ("/v1/completions", {"prompt": "x"}, "model"),
-        ("/v1/completions", {"model": "demo"}, "prompt"),
-        ("/v1/chat/completions", {"model": "demo"}, "messages"),
-        ("/v1/chat/completions", {"model": "demo", "messages": []}, "messages"),
-    ):
-        assert (await refused(path, body))["param"] == param
 
 
 @pytest.mark.parametrize(

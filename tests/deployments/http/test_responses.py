@@ -19,9 +19,7 @@ from specdec.core.types import TokenLogprobs
 from tests.deployments.http.scripted import rounds
 
 from .conftest import TEXT, Bench, limits
-from .responses_client import ASK, PATH, checked, events, read_events, rebuilt, whole
-
-LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+from .responses_client import ASK, LOGPROBS, PATH, checked, events, read_events, rebuilt, whole
 
 
 def prompt_of(bench: Bench) -> str:
@@ -270,74 +268,6 @@ async def test_the_oldest_turns_go_where_a_conversation_is_too_long_and_no_more_
             PATH, json=ASK | ask | {"input": [*items, call | {"arguments": "["}], "truncation": "auto"}
         )
         assert wrong.json()["error"]["param"] == f"input[{len(items)}].arguments"
-
-
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": None}, "input", "string or a list"),
-    ({"input": []}, "input", "at least 1"),
-    ({"input": [7]}, "input[0]", "an object"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "required"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'user'"),
-    ({"input": [{"role": "user", "content": 7}]}, "input[0].content", "input_text"),
-    ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type", "item_reference is not supported"),
-    ({"input": [{"type": "web_search_call"}]}, "input[0].type", "web_search_call is not supported"),
-    ({"input": [{"type": 7, "role": "user", "content": "x"}]}, "input[0].type", "message"),
-    ({"input": [{"role": "user", "content": "x", "contnt": 1}]}, "input[0].contnt", "content"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0].type",
-        "input_text",
-    ),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input", "a message"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "greater than"),
-    ({"max_output_tokens": 4000}, "max_output_tokens", "max_output_tokens is 4000"),
-    ({"input": "x" * 2000, "instructions": "y"}, "input", "the prompt has"),
-    ({"max_tokens": 5}, "max_tokens", "the field to send is max_output_tokens"),
-    ({"messages": [{"role": "user", "content": "x"}]}, "messages", "the field to send is input"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "the field to send is text"),
-    ({"n": 2}, "n", "only 1"),
-    ({"store": True}, "store", "keeps no responses"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
-    ({"conversation": "conv_1"}, "conversation", "not supported"),
-    ({"background": True}, "background", "only False"),
-    ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
-    ({"truncation": "some"}, "truncation", "disabled"),
-    ({"truncation": "auto", "input": "x" * 2000}, "input", "the prompt has"),
-    ({"top_logprobs": 2}, "top_logprobs", "include"),
-    ({**LOGPROBS, "top_logprobs": 21}, "top_logprobs", "at most 20"),
-    ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
-    ({"stream_options": {}}, "stream_options", "stream"),
-    ({"metadata": {"a": 1}}, "metadata.a", "string"),
-    ({"metadata": {"a": "x" * 513}}, "metadata.a", "512"),
-    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "16"),
-    ({"temperature": 3}, "temperature", "2"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
-    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "is needed"),
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "is needed"),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "objec"}}}},
-        "text.format.schema",
-        "Invalid type: objec",
-    ),
-    (
-        {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
-        "guided_regex",
-        "text.format and guided_regex exclude each other",
-    ),
-    ({"max_output_tokns": 5}, "max_output_tokns", "max_output_tokens"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED)
-async def test_what_is_wrong_is_refused_in_the_requests_words(
-    bench: Bench, refused: Callable[..., Any], fields: dict[str, Any], param: str, reason: str
-) -> None:
-    error = await refused(PATH, ASK | fields)
-    assert error["param"] == param
-    assert reason in error["message"]
-    assert param in error["message"] or param == "input"
-    assert not any(name in error["message"] for name in ("max_completion_tokens", "json_schema.schema"))
-    assert not bench.service.opened
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_IN_RESPONSES))
