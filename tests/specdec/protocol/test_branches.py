@@ -184,26 +184,6 @@ def test_sequences_share_the_branches_in_all_evenly(num_sequences, each):
     assert (len(offers[-1].branches) == 4) == (each > 0)  # what was drafted without has no guesses
 
 
-def test_the_outcome_that_came_is_promoted_and_its_siblings_are_freed():
-    machine = machine_with()
-    (n, token), drafted = settle(machine)[-1].branches[0]
-    row, chain = row_of(machine), path((), 7)
-    place = len(PROMPT) + n, token
-    promoted, siblings = row.branches[place].key, [b.key for p, b in row.branches.items() if p != place]
-    commit(machine, (), (*chain[:n], token))
-    assert row.path.tokens[:-1] == list(drafted)
-    assert row.branches == {}
-    events = machine._backend.events
-    assert events[-1] == ("rename", promoted, "s")
-    assert sorted(events[:-1]) == [("release", key) for key in sorted(siblings)]
-    assert row.num_verified == 3  # all that was offered
-    offers = settle(machine)
-    assert offers[0].mark == log_of((*chain[:n], token)).mark()
-    assert offers[0].chain[:3] == drafted
-    counters = machine.counters
-    assert (counters.num_promoted, counters.num_branch_tokens_wasted) == (1, 4 * len(siblings))
-
-
 def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
     machine = machine_with()
     settle(machine)
@@ -213,28 +193,6 @@ def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
     assert [offer.chain for offer in offers] == [path((9,), length) for length in (1, 2, 3)]
     assert offers[-1].branches  # meanwhile the target decides a token plainly: which one?
     assert {outcome.num_accepted for outcome, _ in offers[-1].branches} == {0}
-
-
-def test_branches_beyond_a_commit_along_the_chain_stay():
-    machine = machine_with(num_branches=8)
-    settle(machine)
-    row, chain = row_of(machine), path((), 7)
-    kept = {place for place in row.branches if place[0] > len(PROMPT)}
-    commit(machine, (), chain[:1])
-    assert set(row.branches) == kept != set()
-    offers = settle(machine)
-    assert all(drafted == path((*chain[: 1 + n], token), 3) for (n, token), drafted in offers[-1].branches)
-
-
-def test_a_commit_of_several_rounds_follows_a_branch_and_its_chain():
-    machine = machine_with()
-    (n, token), drafted = settle(machine)[-1].branches[0]
-    commit(machine, (), (*path((), n), token, *drafted[:2]))
-    assert row_of(machine).path.tokens[:-1] == list(drafted[2:])
-    machine = machine_with()
-    settle(machine)
-    commit(machine, (), (*path((), n), token, drafted[0], 9))
-    assert (row_of(machine).path.tokens, machine.counters.num_promoted) == ([], 1)
 
 
 def test_what_branches_gain_is_offered_after_each_step():
@@ -330,17 +288,3 @@ def test_a_plan_with_a_shorter_chain_still_offers_what_there_is(mode):
     assert offer.chain[:2] == path((), 2)
     machine.receive(PlanUpdate("s", INC, Plan(0)), 0.0)
     assert settle(machine) == []
-
-
-def test_everything_is_released_when_the_sequence_goes_or_is_opened_anew():
-    machine = machine_with()
-    settle(machine)
-    keys = {branch.key for branch in row_of(machine).branches.values()}
-    row = row_of(machine)
-    machine.receive(Open("s", Inc(1, 1), "R", PROMPT, row.spec, row.plan, 5.0), 0.0)
-    assert {key for _, key in machine._backend.events} == keys
-    settle(machine)
-    machine._backend.events.clear()
-    keys = {branch.key for branch in row_of(machine).branches.values()}
-    machine.receive(Close("s", Inc(1, 1)), 0.0)
-    assert {key for _, key in machine._backend.events} == {*keys, "s"}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.backends import Proposal, Status
-from specdec.core.messages import Candidates, Close, Commit, Inc, Offer, Open, Plan, Resync
+from specdec.core.messages import Candidates, Commit, Inc, Offer, Open, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import SpeculationMode
 from specdec.protocol.drafter import DrafterMachine
@@ -118,39 +118,6 @@ def test_in_overlap_a_commit_that_differs_has_a_new_chain_offered_from_its_first
     assert settle(machine) == [offer((9,), chain(1, length)) for length in range(1, 10)]
 
 
-def test_a_commit_that_overtakes_the_chain_starts_a_new_one():
-    machine = machine_with(3)
-    settle(machine)
-    commit(machine, (), chain(0, 5))
-    assert settle(machine) == [offer(chain(0, 5), chain(5, 3))]
-    assert machine.counters.num_kept_tokens == 3
-    assert (machine.counters.num_right_tokens, machine.counters.num_wrong_tokens) == (3, 0)
-
-
-def test_a_commit_is_taken_by_position():
-    machine = machine_with(3)
-    settle(machine)
-    commit(machine, (), chain(0, 2))
-    commit(machine, (), chain(0, 1))  # late
-    commit(machine, (), chain(0, 3))  # overlapping
-    assert settle(machine) == [offer(chain(0, 3), chain(3, 3))]
-
-
-@pytest.mark.parametrize(("committed", "why"), [((9,), "gap"), ((), "mismatch")])
-def test_a_commit_that_does_not_fit_asks_for_a_new_opening(committed, why):
-    machine = machine_with(3)
-    mark = log_of((1, 2, 3)).mark()
-    machine.receive(Commit("s", INC, len(PROMPT) + len(committed), (4, 5), mark), 0.0)
-    assert machine.take_outbox()["R"] == [Resync("D", "s", INC, len(PROMPT), why)]
-    assert settle(machine) == [offer((), chain(0, 3))]
-
-
-def test_a_commit_for_an_unknown_inc_is_ignored():
-    machine = machine_with(3)
-    machine.receive(Commit("s", Inc(1, 1), len(PROMPT), (4,), log_of((4,)).mark()), 0.0)
-    assert settle(machine) == [offer((), chain(0, 3))]
-
-
 @pytest.mark.parametrize("mode", ["sequential", "overlap"])
 def test_beyond_the_draft_models_context_nothing_is_drafted(mode):
     machine = machine_with(3, mode, max_model_len=len(PROMPT) + 2)
@@ -193,16 +160,6 @@ def test_under_the_rejection_rule_candidates_go_with_their_tokens():
     commit(machine, chain(0, 2), (9,))
     (sent,) = settle(machine)
     assert [candidates.ids for candidates in sent.candidates] == [(token,) for token in sent.chain]
-
-
-def test_all_sequences_share_a_batch_and_are_released_when_they_go():
-    machine = machine_with(2)
-    open_sequence(machine, "t", Plan(1, mode="sequential"))
-    settle(machine)
-    assert [[key for key, *_ in batch] for batch in machine._backend.batches] == [["s", "t"], ["s"]]
-    machine.receive(Close("s", INC), 1.0)
-    machine.step(6.0)
-    assert machine._backend.released == ["s", "t"]
 
 
 def test_it_rests_where_a_step_finds_nothing_to_draft():

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from msgspec.structs import replace
 
 from specdec.core.log import TokenLog
 from specdec.core.messages import (
     Alive,
-    Cancel,
     Close,
     Gone,
     Inc,
@@ -31,7 +29,7 @@ from tests.letters import provenance
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_faults import FaultyDraft
 from tests.specdec.protocol.test_router import PLAN, SPEC, TIMES, join, opened, submit, submitted
-from tests.specdec.protocol.test_target import INC, Oracle, open_message
+from tests.specdec.protocol.test_target import Oracle
 
 
 def worker(kind, fingerprint=""):
@@ -43,28 +41,6 @@ def worker(kind, fingerprint=""):
 
 def answers(machine):
     return [message for message in machine.take_outbox().get("R", []) if isinstance(message, Resync)]
-
-
-@pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
-def test_a_worker_that_drains_refuses_what_is_new_and_keeps_what_it_has(kind):
-    machine = worker(kind)
-    machine.receive(open_message(seq="old"), 0.0)
-    machine.drain(0.0)
-    (told,) = [message for message in machine.take_outbox()["R"] if isinstance(message, Alive)]
-    assert told.metrics["is_draining"] == 1
-    machine.receive(open_message(seq="old"), 0.0)
-    machine.receive(open_message(seq="new"), 0.0)
-    machine.receive(open_message(seq="old", inc=Inc(1, 1)), 0.0)
-    machine.receive(Live("R", (("other", INC),)), 0.0)
-    assert [(message.seq, message.inc, message.why) for message in answers(machine)] == [
-        ("new", INC, "draining"),
-        ("old", Inc(1, 1), "draining"),
-        ("other", INC, "draining"),
-    ]
-    assert machine.step(0.0)
-    assert not machine.is_drained
-    machine.receive(Close("old", INC), 0.0)
-    assert machine.is_drained
 
 
 @pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
@@ -82,17 +58,6 @@ def test_a_worker_without_sequences_tells_its_routers_that_it_drains(kind):
     assert machine.is_drained
 
 
-@pytest.mark.parametrize("kind", ["target", "drafter"])
-@pytest.mark.parametrize(
-    ("theirs", "ours", "is_taken"), [("a", "a", True), ("a", "b", False), ("", "b", True), ("a", "", True)]
-)
-def test_a_worker_of_another_model_refuses(kind, theirs, ours, is_taken):
-    machine = worker(kind, ours)
-    machine.receive(replace(open_message(), fingerprint=theirs), 0.0)
-    assert machine.holds("s") == is_taken
-    assert [message.why for message in answers(machine)] == ([] if is_taken else ["model"])
-
-
 def test_a_router_hands_over_what_a_worker_has_that_drains():
     machine = submitted("T0", "D0")
     machine.receive(Alive("T0", {"is_draining": 1.0}), 0.0)
@@ -105,17 +70,6 @@ def test_a_router_hands_over_what_a_worker_has_that_drains():
         "T1": [opened(seq="new"), opened(n=1)],
     }
     assert machine.counters.num_handed_over == 1
-
-
-@pytest.mark.parametrize("why", ["draining", "model"])
-def test_what_a_worker_refuses_is_opened_elsewhere(why):
-    machine = submitted("T0", "D0")
-    join(machine, "T1")
-    machine.receive(Resync("T0", "s", Inc(1, 0), 0, why), 0.0)
-    assert machine.take_outbox() == {"T1": [opened(n=1)]}
-    submit(machine, "new")
-    assert machine.take_outbox()["T1"] == [opened(seq="new")]
-    assert machine.metrics()[f"num_resyncs/{why}"] == 1
 
 
 def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():
@@ -136,17 +90,6 @@ def test_where_all_targets_are_of_another_model_sequences_end():
     machine.step(1.0)
     (end,) = [message for message in machine.take_outbox()["I"] if not isinstance(message, Gone)]
     assert (end.finish, end.reason) == ("error", MODEL_REPLACED)
-
-
-def test_a_router_that_drains_refuses_what_is_new_and_keeps_what_it_has():
-    machine = submitted("T0", "D0")
-    machine.drain(0.0)
-    submit(machine)
-    submit(machine, "new")
-    assert machine.take_outbox() == {"I": [Gone("new", 1, "draining")]}
-    assert not machine.is_drained
-    machine.receive(Cancel("s", 1), 0.0)
-    assert machine.is_drained
 
 
 def test_a_router_refuses_another_model_and_names_its_own_to_workers():

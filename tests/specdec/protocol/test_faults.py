@@ -7,12 +7,12 @@ from msgspec import structs
 
 from specdec.core.backends import Proposal, Status, Verification
 from specdec.core.errors import DeviceLostError
-from specdec.core.messages import Ack, Close, Plan
+from specdec.core.messages import Ack, Plan
 from specdec.protocol import worker
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import MOST_ALONE, apart
-from tests.specdec.protocol.test_target import INC, TIMES, Oracle, open_message
+from tests.specdec.protocol.test_target import TIMES, Oracle, open_message
 
 
 class Faulty(Oracle):
@@ -47,21 +47,6 @@ def ends(machine):
     return {message.seq: (message.finish, message.reason) for message in sent if message.finish is not None}
 
 
-def test_an_error_of_one_sequence_ends_it_and_no_other():
-    machine = machine_of(Faulty(failing="b"), "abc")
-    assert machine.step(0.0)
-    assert ends(machine) == {"b": ("error", "its hook raised")}
-    assert machine._backend.released == ["b"]
-    machine.step(0.0)
-    assert keys(machine) == [("a", "b", "c"), ("a", "c")]
-    machine.step(1.0)
-    assert ends(machine) == {"b": ("error", "its hook raised")}  # until it is closed
-    machine.receive(Close("b", INC), 1.0)
-    machine.step(2.0)
-    assert ends(machine) == {}
-    assert machine.metrics()["num_errors"] == 1
-
-
 def test_a_suspect_of_the_backend_is_tried_alone_and_ends_the_second_time():
     machine = machine_of(Faulty(failing="b", status=Status.SUSPECT), "abc")
     for _ in range(3):
@@ -70,18 +55,6 @@ def test_a_suspect_of_the_backend_is_tried_alone_and_ends_the_second_time():
     assert ends(machine) == {"b": ("error", "its hook raised")}
     report = machine.metrics()
     assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (0, 1, 1)
-
-
-def test_after_a_step_that_failed_each_is_tried_alone_and_who_fails_alone_twice_ends():
-    machine = machine_of(Faulty(poison="b"), "abcd")
-    machine.step(0.0)
-    assert sorted(machine._backend.released) == ["a", "b", "c", "d"]
-    for _ in range(9):
-        machine.step(0.0)
-    assert ["".join(batch) for batch in keys(machine)] == ["abcd", "a", "a", "b", "c", "ac", "d", "acd", "b", "acd"]
-    assert ends(machine)["b"] == ("error", "MemoryError: no room")
-    report = machine.metrics()
-    assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (3, 1, 5)
 
 
 def test_a_sequence_that_failed_alone_once_goes_on():

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from specdec.core.messages import Cancel, End, Gone, NewTokens, Notes, Submit, Want
+from specdec.core.messages import End, NewTokens, Notes, Submit, Want
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.protocol.ingress import IngressMachine, TokenDelta
@@ -43,42 +41,6 @@ def delivered(*tokens):
     return TokenDelta(tokens, Notes(provenance("p" * len(tokens)), (0,) * len(tokens)))
 
 
-def test_tokens_are_delivered_once():
-    machine = submitted()
-    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
-    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
-    machine.receive(new_tokens(1, (4, 5), (3, 4, 5)), 0.0)
-    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
-    assert machine.take_deliveries() == [delivered(3, 4), delivered(5)]
-    assert machine.take_deliveries() == []
-
-
-def test_tokens_of_another_history_are_not_delivered_but_submitted_against():
-    machine = submitted()
-    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
-    machine.receive(new_tokens(0, (3, 9, 9), (3, 9, 9)), 0.0)
-    assert machine.take_deliveries() == [delivered(3, 4)]
-    assert machine.take_outbox() == {"R": [submission(2, (3, 4))]}
-    machine.receive(new_tokens(2, (5,), (3, 4, 5)), 0.0)  # of the attempt before
-    machine.receive(new_tokens(2, (6,), (3, 4, 6), attempt=2), 0.0)
-    assert machine.take_deliveries() == [delivered(6)]
-
-
-def test_it_ends_only_when_it_has_everything():
-    machine = submitted()
-    end = End("s", 1, log_of((3, 4)).mark(), "stop")
-    machine.receive(end, 0.0)
-    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
-    machine.receive(end, 0.0)
-    assert machine.take_deliveries() == [delivered(3)]
-    machine.receive(new_tokens(1, (4,), (3, 4)), 0.0)
-    machine.receive(end, 0.0)
-    machine.receive(end, 0.0)
-    assert machine.take_deliveries() == [delivered(4), TokenDelta(finish="stop")]
-    assert machine.take_outbox() == {"R": [Cancel("s", 1)]}
-    assert len(machine) == 0
-
-
 def test_it_wants_and_acknowledges_as_time_goes_by():
     machine = submitted()
     machine.step(0.9)
@@ -90,23 +52,6 @@ def test_it_wants_and_acknowledges_as_time_goes_by():
     assert machine.take_outbox() == {}
     machine.step(1.5)
     assert machine.take_outbox() == {"R": [Want("s", 1, "I", P + 2)]}
-
-
-@pytest.mark.parametrize("how", ["gone", "lost", "silent"])
-def test_when_its_router_is_gone_it_submits_again_with_what_it_has(how):
-    machine = ingress("R", "Q")
-    (first,) = machine.take_outbox()
-    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
-    match how:
-        case "gone":
-            machine.receive(Gone("s", 1), 1.0)
-            machine.receive(Gone("s", 1), 1.0)
-        case "lost":
-            machine.router_lost(first, 1.0)
-        case "silent":
-            machine.step(TIMES.peer_timeout_s + 1)
-    assert machine.take_outbox() == {"QR".replace(first, ""): [submission(2, (3,))]}
-    assert machine.num_resubmitted == 1
 
 
 def test_a_router_that_answers_is_not_silent():
@@ -160,14 +105,6 @@ def test_without_a_router_it_waits_for_one():
     assert again.attempt > submit.attempt
     machine.router_joined("R", 22.0)
     assert machine.take_outbox() == {}
-
-
-def test_a_cancelled_request_is_forgotten():
-    machine = submitted()
-    machine.cancel("s")
-    machine.cancel("s")
-    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
-    assert (machine.take_outbox(), machine.take_deliveries(), len(machine)) == ({"R": [Cancel("s", 1)]}, [], 0)
 
 
 def test_an_end_before_what_the_client_has_is_of_another_life_of_the_router():

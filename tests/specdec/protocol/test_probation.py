@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.messages import Alive, Cancel, End, Inc, Notes, Open, Plan, Verdict, Want
+from specdec.core.messages import Alive, Cancel, End, Inc, Notes, Open, Plan, Verdict
 from tests.letters import provenance
 from tests.specdec.protocol.scripted import log_of
 from tests.specdec.protocol.test_router import P, join, router, submit
@@ -52,21 +52,6 @@ def errors(machine):
     return [message.seq for message in machine.take_outbox().get("I", []) if isinstance(message, End)]
 
 
-def test_suspects_are_opened_one_after_the_other_each_once_the_one_before_has_passed():
-    machine = machine_with(4, "T0")
-    join(machine, "T1")
-    machine.worker_lost("T0", 0.0)
-    assert opens(machine) == {"T1": ["00"]}
-    machine.step(0.0)
-    announce(machine, "00")
-    assert opens(machine) == {}
-    for seq, following in (("00", ["01"]), ("01", ["02"]), ("02", ["03"]), ("03", None)):
-        decide(machine, seq)
-        assert opens(machine).get("T1") == following
-    assert machine.counters.num_suspects == 4
-    assert not machine.probation.is_waiting
-
-
 def test_every_target_tries_a_group_of_its_own():
     machine = machine_with(4, "T0")
     join(machine, "T1")
@@ -88,22 +73,6 @@ def test_more_than_sixteen_are_tried_in_halves():
     assert opens(machine) == {}
     decide(machine, half[9])
     assert len(opens(machine)["T1"]) == 10
-
-
-def test_one_that_dies_alone_twice_ends_and_the_others_go_on():
-    machine = machine_with(3, "T0")
-    for life, (alone, ended) in enumerate([("00", []), ("00", []), ("00", ["00"])]):
-        join(machine, f"T{life + 1}")
-        machine.worker_lost(f"T{life}", 0.0)
-        while (opened := opens(machine)) and opened[f"T{life + 1}"] != [alone]:
-            decide(machine, opened[f"T{life + 1}"][0])
-        if not ended and opened:
-            announce(machine, alone)
-    assert session(machine, "00").finish == "error"
-    assert errors(machine) == []  # told with the loss, which this loop has taken
-    machine.receive(Want("00", 1, "I", P), 0.0)
-    assert errors(machine) == ["00"]
-    assert [one.finish for one in machine._sessions] == ["error", None, None]
 
 
 def test_whose_step_was_not_announced_is_opened_again_a_bounded_number_of_times():

@@ -7,9 +7,7 @@ import pytest
 from specdec.core.backends import Status, Verification
 from specdec.core.messages import (
     Ack,
-    Alive,
     Candidates,
-    Close,
     Inc,
     Live,
     Notes,
@@ -17,7 +15,6 @@ from specdec.core.messages import (
     Open,
     Plan,
     PlanUpdate,
-    Resync,
     Verdict,
 )
 from specdec.core.params import SamplingParams, SequenceSpec
@@ -25,7 +22,7 @@ from specdec.core.tokens import SharedTokens
 from specdec.core.types import TokenLogprobs
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
-from tests.letters import provenance, spelled
+from tests.letters import provenance
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, retry_interval_s=0.5, max_unacked_tokens=6)
@@ -95,16 +92,6 @@ def test_a_round(chain, run, notes):
     assert verdicts(machine) == [verdict(0, run, notes)]
 
 
-def test_a_verdict_is_cumulative_until_it_is_acknowledged():
-    machine = machine_with(open_message(), offer((), TRUE[:2]))
-    machine.step(0.0)
-    machine.step(0.0)
-    assert verdicts(machine)[-1] == verdict(0, TRUE[:4], Notes(provenance("aabp"), (0, 0, 2, 0)))
-    machine.receive(Ack("s", INC, len(PROMPT) + 3), 0.0)
-    machine.step(0.0)
-    assert verdicts(machine) == [verdict(3, TRUE[3:5], Notes(provenance("pp"), (0, 0)))]
-
-
 def test_rounds_are_told_one_by_one_though_nobody_took_the_outbox_between_them():
     machine = machine_with(open_message(), offer((), TRUE[:2]))
     machine.step(0.0)
@@ -116,32 +103,6 @@ def test_rounds_are_told_one_by_one_though_nobody_took_the_outbox_between_them()
         verdict(0, TRUE[:4], Notes(provenance("aabp"), (0, 0, 2, 0))),
         verdict(3, TRUE[3:5], Notes(provenance("pp"), (0, 0))),
     ]
-
-
-def test_without_credit_a_row_pauses_and_repeats_its_verdict():
-    machine = machine_with(open_message())
-    for _ in range(20):
-        machine.step(0.0)
-    last = verdict(0, TRUE[:6], Notes(provenance("p" * 6), (0,) * 6))
-    assert verdicts(machine)[-1] == last
-    assert not machine.step(0.4)
-    assert verdicts(machine) == []
-    machine.step(0.5)
-    assert verdicts(machine) == [last]
-    machine.receive(Ack("s", INC, len(PROMPT) + 6), 0.6)
-    assert machine.step(0.6)
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 99])
-def test_no_ack_shortens_the_log(length):
-    machine = machine_with(open_message())
-    for _ in range(3):
-        machine.step(0.0)
-    machine.receive(Ack("s", INC, length), 0.0)
-    machine.step(0.0)
-    sent = verdicts(machine)[-1]
-    assert sent.mark == log_of(TRUE[:4]).mark()
-    assert len(spelled(sent.notes)) == len(sent.tokens) == len(PROMPT) + 4 - sent.base
 
 
 @pytest.mark.parametrize(
@@ -180,12 +141,6 @@ def test_under_the_rejection_rule_each_draft_token_comes_with_its_candidates():
     assert machine._backend.candidates == [candidates[1:3]]
 
 
-def test_an_offer_under_another_inc_is_ignored():
-    machine = machine_with(open_message(inc=Inc(1, 1)), offer((), TRUE[:2]), offer((), TRUE[:2], Inc(2, 0)))
-    machine.step(0.0)
-    assert machine._backend.batches == [[("s", ())]]
-
-
 @pytest.mark.parametrize(
     ("true", "spec", "backend", "run", "notes", "finish"),
     [
@@ -204,41 +159,6 @@ def test_finish_is_decided_while_a_run_is_walked(true, spec, backend, run, notes
     assert not machine.step(0.0)
     machine.step(0.5)
     assert verdicts(machine) == [sent]  # until Close
-
-
-def test_a_log_that_is_finished_when_opened_gets_its_finish_only():
-    machine = machine_with(open_message((3, EOS)))
-    assert not machine.step(0.0)
-    assert verdicts(machine) == [Verdict("s", INC, 4, (), Notes(), log_of((3, EOS)).mark(), "stop")]
-
-
-def test_a_newer_inc_replaces_the_log_and_an_older_one_does_not():
-    machine = machine_with(open_message())
-    machine.step(0.0)
-    machine.receive(open_message(TRUE[:5], Inc(2, 0)), 0.0)
-    machine.receive(open_message((), Inc(1, 1)), 0.0)
-    machine.step(0.0)
-    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes(provenance("p"), (0,)), inc=Inc(2, 0))
-    assert machine._backend.released == []  # what is cached is reused
-
-
-@pytest.mark.parametrize("how", ["close", "expire"])
-def test_what_is_closed_or_runs_out_is_released(how):
-    machine = machine_with(open_message())
-    if how == "close":
-        machine.receive(Close("s", INC), 1.0)
-    machine.step(TIMES.lease_s + 1)
-    assert machine._backend.released == ["s"]
-    assert (machine.metrics()["num_sequences"], machine._backend.batches) == (0, [])
-
-
-def test_live_renews_and_names_what_is_unknown():
-    machine = machine_with(open_message())
-    machine.receive(Live("R", (("s", INC), ("s", Inc(1, 1)), ("other", INC))), 4.0)
-    resyncs = [message for message in verdicts(machine) if not isinstance(message, Alive)]
-    assert resyncs == [Resync("T", "s", Inc(1, 1), 2, "unknown"), Resync("T", "other", INC, 0, "unknown")]
-    machine.step(TIMES.lease_s + 1)
-    assert len(machine._backend.batches) == 1
 
 
 def test_live_may_give_a_longer_lease():
