@@ -54,7 +54,6 @@ def test_the_table_of_keys_is_that_of_the_configuration() -> None:
 def test_the_measured_rows_of_the_readme_are_copied() -> None:
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
     measured = (ROOT / "benchmarks/README.md").read_text()
-    assert len(rows) == 7
     assert "\n".join(rows) in measured
 
 
@@ -154,10 +153,3 @@ def test_metrics_that_documents_name_exist() -> None:
 def test_the_keys_that_restart_nothing_are_listed() -> None:
     sentence = (ROOT / "cluster/README.md").read_text().split("These keys restart nothing")[1].split(". ")[0]
     assert re.findall(r"`([a-z_.]+)`", sentence)[1:] == list(LIVE_KEYS)
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_a_body_that_curl_sends_is_said_to_be_json(path: Path) -> None:
-    text = path.read_text().replace("\\\n", " ")
-    for command in re.findall(r"^ *(curl .*? -d .*)$", text, flags=re.MULTILINE):
-        assert "Content-Type: application/json" in command

@@ -20,8 +20,6 @@ from k8s.monitoring.resources import NODES
 from k8s.monitoring.rules import SLOS_S
 from tests.k8s.alert_cases import CASES
 
-UNITS = {"s", "none", "ops", "reqps", "percentunit", "percent", "mbytes", "suffix: tokens/s"}
-ROW_WIDTH = 24
 PARTS = ("_bucket", "_sum", "_count")
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())
 RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
@@ -78,32 +76,6 @@ def test_a_reader_chooses_source_namespace_model_and_replica(name: str) -> None:
         assert choice["current"]["value"] == "$__all"
         (series,) = names(choice["query"])
         assert set(SERIES[series].parts) == {"ingress", "router", "target", "draft"}, "every replica is offered"
-
-
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_panels_say_what_they_show(name: str) -> None:
-    shown = panels(DASHBOARDS[name])
-    assert len({panel["title"] for panel in shown}) == len(shown)
-    for panel in shown:
-        assert re.fullmatch(r"[A-Z][^.]*(\d\.\d)?[^.]*\.", panel["description"]), "one sentence"
-        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
-        assert panel["targets"]
-        for target in panel["targets"]:
-            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-            assert target["legendFormat"]
-            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
-                assert re.search(rf"\bby \([^)]*\b{label}\b", target["expr"]) or target["expr"].startswith("ray_")
-
-
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_panels_lie_beside_each_other(name: str) -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARDS[name]["panels"]:
-        x, y, width, height = (panel["gridPos"][key] for key in "xywh")
-        cells = {(x + i, y + j) for i in range(width) for j in range(height)}
-        assert x + width <= ROW_WIDTH
-        assert not taken & cells
-        taken |= cells
 
 
 @pytest.mark.parametrize("query", [query for dashboard in DASHBOARDS.values() for query in queries(dashboard)])

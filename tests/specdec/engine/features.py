@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
+from specdec.drafting.medusa import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
@@ -21,15 +23,21 @@ from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.engine.pairs import Case, collect, run
 from tests.specdec.engine.schemas import grammar_of
-from tests.specdec.engine.test_hostile_network import TARGET, HostileService
+from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
 from tests.specdec.engine.test_processors import BOTH
-from tests.thorough.engine.test_structured import PERSON
+from tests.thorough.engine.test_after_reasoning import REASONED
+from tests.thorough.engine.test_structured import PERSON, matcher_source
 
-Feature = Literal["drafts", "grammars", "prompt lookup", "hooks", "prefix reuse", "preemption", "branches", "kills"]
+Feature = Literal[
+    "drafts", "grammars", "prompt lookup", "heads", "trees", "hooks", "prefix reuse", "preemption", "branches", "kills"
+]
 PROMPTS = ("def read(path):\n", "class A:\n    def __init__(self", "import sys\nimport os\n", "x = 1\nx = 1\nx = 1\n")
 SHARED = "import os\n" * 8
 OPTIONS = BackendOptions(max_model_len=256, block_size=4, max_num_seqs=8, skip_parity_check=True)
+HEADS = str(demo_folder("heads"))
 CHANGES = {
+    "heads": {"heads": HeadsOptions(HEADS, 4)},
+    "trees": {"heads": HeadsOptions(HEADS, 4, 12)},
     "hooks": {"logits_processors": BOTH},
     # The target's cache holds one whole sequence.
     "preemption": {"max_model_len": 128, "kv_cache_memory": 33 * 4 * 24_576, "max_num_batched_tokens": 64},
@@ -45,12 +53,13 @@ def make_cases(source: ModelSource, adapters: Sequence[Adapter | None], feature:
     """Eight texts, at temperatures 0 and 1, each with the next one of the adapters."""
     tokenizer = load_tokenizer(source)
     shared = SHARED if feature in ("prefix reuse", "preemption") else ""
-    grammar = grammar_of(PERSON) if feature == "grammars" else None
+    chosen = {"kills": (None, grammar_of(PERSON), REASONED["by tokens"])}
+    grammars = (grammar_of(PERSON),) if feature in ("grammars", "heads", "trees") else chosen.get(feature, (None,))
     return [
         Case(
             tuple(tokenizer.encode(shared + PROMPTS[i % len(PROMPTS)])),
             24 + 2 * i,
-            SamplingParams(temperature=float(i % 2), grammar=grammar),
+            SamplingParams(temperature=float(i % 2), grammar=grammars[i % len(grammars)]),
             seed=i,
             eos_token_ids=(0,),
             adapter=adapters[i % len(adapters)],
@@ -72,16 +81,26 @@ def assert_texts_are_its_own(
     match feature:
         case "kills":
             makers = [partial(ModelRunner, one.loaded, num_blocks=300, block_size=4) for one in (built, drafting)]
-            hostile = HostileService(*makers, seed=1, sampler=partial(Sampler, options.vocab_size))
-            outputs = [output.tokens for output in collect(hostile, cases)]
-            hostile.count(TARGET)
-            assert min(hostile.counts[what] for what in ("accepted", "T restarted", "D restarted")) > 0
-            assert outputs == wanted
+            for case in cases:  # time passes by steps there, and not while a grammar is compiled
+                if case.sampling.grammar is not None:
+                    matcher_source().check(case.sampling.grammar)
+            counts: Counter[str] = Counter()
+            for seed in (1, 2):
+                sampler = partial(Sampler, options.vocab_size, grammars=matcher_source())
+                hostile = HostileService(*makers, seed, sampler=sampler, ngram=NgramOptions(8))
+                assert [output.tokens for output in collect(hostile, cases)] == wanted
+                for worker in (TARGET, DRAFTER):
+                    hostile.count(worker)
+                counts += hostile.counts
+            kinds = ("promoted", "accepted", "looked up", "stale", "T restarted", "D restarted")
+            assert [kind for kind in kinds if not counts[kind]] == [], "the schedules are too kind"
             return wanted
         case "branches":
             service = OverlapService(target, drafter, Plan(4, 8, acceptance_rate=0.5), lambda: 6)
         case "prompt lookup":
             service = InProcessService(target, None, 0, ngram=NgramOptions(8))
+        case "heads" | "trees":
+            service = InProcessService(target, None, 0)
         case _:
             service = InProcessService(target, drafter, 4)
     if feature == "prefix reuse":

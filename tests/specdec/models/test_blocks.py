@@ -212,65 +212,6 @@ def grown(pool: BlockPool, tokens: list[int], salt: bytes | None = b"") -> Cache
     return sequence
 
 
-def test_copies_of_copies_come_one_after_another() -> None:
-    pool = BlockPool(8, 4)
-    first = grown(pool, [1, 2])
-    second = pool.fork(first)
-    assert pool.reserve(second, 3)
-    third = pool.fork(second)
-    assert pool.reserve(third, 3)
-    assert [len(pairs) for pairs in prepared(pool)[0]] == [1, 1]
-    assert prepared(pool) == ([], [])
-
-
-def test_a_block_is_written_once_at_a_time() -> None:
-    pool = BlockPool(2, 4)
-    first = grown(pool, [1, 2])
-    for _ in range(2):
-        other = pool.fork(first)
-        assert pool.reserve(other, 3)
-        pool.free(other)
-    assert [len(pairs) for pairs in prepared(pool)[0]] == [1, 1]
-
-
-def test_copies_that_are_repeated_find_their_sources_as_they_were() -> None:
-    """A block that is copied, then given to another as a copy, is written in a later call."""
-    pool = BlockPool(3, 4)
-    first, other = grown(pool, [1, 2]), grown(pool, [3, 4])
-    fork = pool.fork(first)
-    assert pool.reserve(fork, 3)
-    pool.free(first)
-    assert pool.reserve(pool.fork(other), 3)
-    assert prepared(pool)[0] == [[(0, 2)], [(1, 0)]]
-
-
-def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
-    pool = BlockPool(8, 4)
-    first = grown(pool, [1, 2, 3, 4, 5])
-    second = pool.fork(first)
-    assert pool.num_in_use == 2
-    assert not pool.is_reserved(first, 6)
-    assert pool.reserve(first, 6)
-    assert pool.reserve(second, 6)  # now its only user
-    assert prepared(pool)[0] == [[(second.block_ids[1], first.block_ids[1])]]
-    assert pool.num_in_use == 3
-    assert first.block_ids[0] == second.block_ids[0]
-
-
-def test_a_copy_that_finds_no_block_is_refused_with_nothing_changed() -> None:
-    pool = BlockPool(3, 4)
-    first = grown(pool, [1, 2])
-    second = pool.fork(first)
-    grown(pool, [7] * 8)
-    before = list(second.block_ids)
-    assert pool.num_free == 0
-    assert not pool.reserve(second, 3)
-    assert second.block_ids == before
-    assert prepared(pool)[0] == []
-    pool.free(first)
-    assert pool.reserve(second, 3)
-
-
 def test_kept_blocks_are_taken_least_recently_used_first() -> None:
     pool = BlockPool(4, 2)
     for tokens in ([1, 1], [2, 2], [3, 3], [4, 4]):
@@ -306,45 +247,6 @@ def test_prefixes_are_not_shared_beyond_verified_length_salt_or_bypass() -> None
     assert pool.reuse_prefix(CachedSequence(salt=None), [*prompt, 7]) == 0
     assert pool.reuse_prefix(CachedSequence(), [7, 7, 7]) == 0
     assert pool.reuse_prefix(CachedSequence(), [0, 2, 3, 4, 5, 6, 7]) == 0
-
-
-def test_only_blocks_that_another_has_held_are_cleared_and_copies_are_not() -> None:
-    pool = BlockPool(3, 4)
-    first = grown(pool, [1, 2, 3, 4, 5])
-    assert prepared(pool)[1] == []  # nobody has held them before
-    left = list(first.block_ids)
-    pool.free(first)
-    second = grown(pool, [1, 2, 3, 4, 5, 6])
-    assert prepared(pool)[1] == sorted(left)
-    third = pool.fork(second)
-    assert pool.reserve(third, 8)  # copies the tail to the last block
-    assert prepared(pool)[1] == []
-    copy = third.block_ids[1]
-    pool.free(third)
-    assert grown(pool, [7]).block_ids == [copy]
-    assert prepared(pool)[1] == [copy]  # after the copies
-
-
-def test_a_kept_block_that_is_written_again_is_not_found() -> None:
-    pool = BlockPool(4, 2)
-    sequence = grown(pool, [1, 2])
-    pool.keep_prefix(sequence, 2)
-    pool.truncate(sequence, 1)
-    assert pool.reserve(sequence, 2)
-    sequence.tokens.append(3)
-    assert pool.reuse_prefix(CachedSequence(), [1, 2, 0]) == 0
-
-
-def test_what_follows_a_rewritten_block_is_kept_under_its_new_prefix() -> None:
-    pool = BlockPool(8, 2)
-    sequence = grown(pool, [1, 1])
-    pool.keep_prefix(sequence, 2)
-    pool.truncate(sequence, 0)
-    assert pool.reserve(sequence, 4)
-    sequence.tokens.extend([5, 5, 6, 6])
-    pool.keep_prefix(sequence, 4)
-    assert pool.reuse_prefix(CachedSequence(), [1, 1, 6, 6, 0]) == 2
-    assert pool.reuse_prefix(CachedSequence(), [5, 5, 6, 6, 0]) == 4
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
@@ -421,19 +323,6 @@ def test_room_in_windows_is_for_one_step_however_long_a_prompt_is() -> None:
         assert pool.is_reserved(sequence, len(sequence) + 4)
         sequence.tokens.extend(range(4))
     assert most == (8 + 2 + 2) // 2  # a step, the lookahead, and what else the window reads
-
-
-def test_a_sequence_cut_back_beyond_what_windows_keep_is_empty() -> None:
-    pool = BlockPool(40, 2, {5: 20}, lookahead_tokens=2)
-    sequence = pool.new_sequence()
-    for i in range(30):
-        assert pool.reserve(sequence, i + 1)
-        sequence.tokens.append(i)
-    pool.truncate(sequence, 28)
-    assert len(sequence) == 28
-    pool.truncate(sequence, 10)
-    assert len(sequence) == 0
-    assert pool.num_in_use == 0
 
 
 def test_a_prefix_ends_where_it_may() -> None:

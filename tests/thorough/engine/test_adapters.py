@@ -19,9 +19,7 @@ import torch
 from specdec.core.errors import NOT_FINITE
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
-from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import slots as pool_module
@@ -35,7 +33,6 @@ from tests.specdec.engine.pairs import (
     Case,
     add_noise,
     assert_same,
-    backend,
     collect,
     greedy,
     make_service,
@@ -47,7 +44,6 @@ from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.thorough.engine.test_combinations import EVERYTHING
 from tests.thorough.engine.test_combinations import assert_same as assert_same_output
-from tests.thorough.engine.test_heads import fitted
 
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
 REJECTION = SamplingParams(temperature=1.0, acceptance="rejection")
@@ -123,19 +119,6 @@ def test_greedy_texts_are_those_of_peft(num_draft_tokens: int, scarce: str, adap
     assert (gauges(service)["num_evictions"] > 0) == (scarce == "blocks")
     assert gauges(service)["num_adapter_loads"] >= 4
     assert gauges(service)["num_loaded_adapters"] == max_loras
-
-
-@pytest.mark.parametrize("has_draft", some([False, True]))
-@pytest.mark.parametrize("tree", [0, 12])
-def test_drafts_of_heads_and_trees_change_no_token(tree: int, has_draft: bool, adapters: dict[str, Adapter]) -> None:
-    """The draft model drafts first, the heads where it has said nothing; alone the heads do, in trees."""
-    cases = make_cases(adapters, SAMPLED)
-    plain, _ = run(make_service("llama", NOISE, 0, adapters=ROOM), cases)
-    target = backend(ModelTarget, make_model("llama"), adapters=ROOM, heads=(fitted("llama"), 3, tree))
-    draft = backend(ModelDrafter, add_noise(make_model("llama"), NOISE), adapters=ROOM) if has_draft else None
-    outputs, stats = run(InProcessService(target, draft, 3), cases)
-    assert outputs == plain
-    assert stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("has_twins", some([False, True]))

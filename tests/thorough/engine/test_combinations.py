@@ -19,6 +19,7 @@ from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.recurrent_families import VOCAB_SIZE
+from tests.thorough.engine.test_heads import fitted
 from tests.thorough.engine.test_ngram import edited
 from tests.thorough.engine.test_recurrent import NOISE
 
@@ -39,7 +40,7 @@ SCARCE_BLOCKS = 30
 CHUNK = 16
 RESTART_RATE = 0.02
 SEEDS = (1, 2, 3)
-HAPPENED = ("promoted", "accepted", "looked up", "evicted", "reused", "restarted")
+HAPPENED = ("promoted", "accepted", "looked up", "of heads", "evicted", "reused", "restarted")
 
 
 def make_cases(sampling: SamplingParams) -> list[Case]:
@@ -72,7 +73,7 @@ def assert_same(got: Output, want: Output, where: str) -> None:
     ],
 )
 def test_all_at_once_no_token_changes(family: str, temperature: float, acceptance: str) -> None:
-    """Branches, n-grams, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
+    """Branches, n-grams, heads, trees, chunks, reuse, preemption, hooks, penalties, logprobs, workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE, BOTH), **lengths)
@@ -83,7 +84,8 @@ def test_all_at_once_no_token_changes(family: str, temperature: float, acceptanc
         cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))
     counts: Counter[str] = Counter()
     for seed in SEEDS:
-        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE, ngram=NgramOptions(4))
+        heads = fitted(family), 3, 12 * (seed % 2)
+        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE, ngram=NgramOptions(4), heads=heads)
         for got, want in zip(collect(service, cases), wanted, strict=True):
             assert_same(got, want, f"seed {seed}")
         service.count(TARGET)

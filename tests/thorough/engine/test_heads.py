@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -11,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.models.demos import demo_folder
-from specdec import ModelSource, SpeculativeEngine
 from specdec.core.drafts import DraftChooser
 from specdec.core.params import SamplingParams
 from specdec.drafting.length.gains import DraftGains
-from specdec.drafting.medusa import HeadDrafter, HeadsOptions
+from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
@@ -27,13 +24,10 @@ from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.letters import ACCEPTED
 from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, greedy, make_model, run
-from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
-from tests.specdec.engine.test_processors import BOTH
+from tests.specdec.engine.test_hostile_network import runner
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 from tests.thorough.engine.test_ngram import letters_of, predicted_cases
 from tests.thorough.engine.test_recurrent import NOISE, make_cases
-from tests.thorough.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check
-from tests.thorough.engine.test_structured import sampling as sampling_of
 
 LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 FAMILIES = ("llama", "qwen3_5", "gemma2")
@@ -181,76 +175,6 @@ def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float)
     outputs = collect(service, [replace(case, prediction=()) for case in cases])
     assert [output.tokens for output in outputs] == wanted
     assert letters_of(outputs)["h"] > 0
-
-
-@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
-@pytest.mark.parametrize("family", some(["llama", "qwen3_5"]))
-def test_nothing_that_a_network_or_a_death_does_changes_a_token(family: str, temperature: float) -> None:
-    cases = predicted_cases(family, SamplingParams(temperature=temperature, top_p=0.95))
-    wanted = plainly(family, cases)
-    makers = partial(runner, family, 0.0), partial(runner, "llama", NOISE)
-    counts: Counter[str] = Counter()
-    for seed, tree_tokens in ((1, 0), (4, 12)):
-        heads = fitted(family), 3, tree_tokens
-        service = HostileService(*makers, seed, ngram=NgramOptions(8), heads=heads)
-        assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
-        service.count(TARGET)
-        service.count(DRAFTER)
-        counts += service.counts
-    for what in ("of heads", "looked up", "accepted", "T restarted", "D restarted"):
-        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
-
-
-def test_scarce_blocks_and_short_steps_change_no_token() -> None:
-    cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in make_cases(SamplingParams(temperature=1.0))]
-    for tree in (0, 12):
-        service = with_heads("llama", num_blocks=42, tree=tree, chunk=16)
-        assert run(service, cases)[0] == plainly("llama", cases)
-        assert service.target._backend.gauges()["num_evictions"] > 0
-
-
-@pytest.mark.parametrize("tree", [0, 12])
-def test_what_edits_and_cuts_logits_sees_each_path_alone(tree: int) -> None:
-    params = {
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "top_k": 8,
-        "min_tokens": 30,
-    }
-    sampling = SamplingParams(temperature=1.0, logit_bias=((5, 3.0), (9, 3.0)), **params)
-    cases = [replace(case, max_tokens=40) for case in make_cases(sampling)]
-    outputs, stats = run(with_heads("llama", tree=tree), cases)
-    assert outputs == plainly("llama", cases)
-    assert stats.num_accepted_tokens > 5
-
-
-@pytest.mark.parametrize("tree", [0, 12])
-def test_hooks_see_each_path_alone_and_prefixes_that_are_read_already_change_nothing(tree: int) -> None:
-    cases = [replace(case, max_tokens=40, eos_token_ids=()) for case in make_cases(SamplingParams(temperature=1.0))]
-    plain = [replace(case, num_speculative_tokens=0) for case in cases]
-    wanted = run(with_heads("llama", processors=BOTH), plain)[0]
-    assert wanted != plainly("llama", cases)
-    service = with_heads("llama", tree=tree, processors=BOTH)
-    for _ in range(2):
-        outputs, stats = run(service, cases)
-        assert outputs == wanted
-        assert stats.num_accepted_tokens > 0
-    assert service.target._backend.gauges()["num_reused_tokens"] > 0
-
-
-@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
-def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float) -> None:
-    options = replace(OPTIONS, heads=HeadsOptions(str(demo_folder("heads")), 64, 12))
-    engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=options)
-    params = sampling_of(temperature, PERSON)
-    drafted, plain = (
-        engine.generate("person = ", params, seed=4, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
-        for count in (None, 0)
-    )
-    assert drafted.token_ids == plain.token_ids
-    check(PERSON, drafted)
-    assert engine._service.target.counters.by_source["medusa"].num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("tree", [0, 12])

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 
-from specdec import ModelSource, SpeculativeEngine
 from specdec.core.params import SamplingParams
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
@@ -21,11 +20,10 @@ from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
 from tests.letters import ACCEPTED, spelled
 from tests.sizes import some
-from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, backend, collect, greedy, make_model, run
-from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect, greedy, make_model, run
+from tests.specdec.engine.test_hostile_network import runner
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 from tests.thorough.engine.test_recurrent import NOISE, make_cases, make_runner
-from tests.thorough.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check, sampling
 
 LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 FAMILIES = ("llama", "qwen3_5")
@@ -92,49 +90,6 @@ def test_greedy_output_is_that_of_transformers() -> None:
     outputs, stats = run(looking_up("llama"), cases)
     assert outputs == [greedy(stock, case) for case in cases]
     assert stats.num_accepted_tokens > 10  # tiny models repeat themselves
-
-
-@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
-@pytest.mark.parametrize(("target", "draft"), some([("llama", "llama"), ("qwen3_5", "llama")]))
-def test_nothing_that_a_network_or_a_death_does_changes_a_token(target: str, draft: str, temperature: float) -> None:
-    cases = predicted_cases(target, SamplingParams(temperature=temperature, top_p=0.95))
-    wanted = plainly(target, cases)
-    makers = partial(runner, target, 0.0), partial(runner, draft, NOISE)
-    counts: Counter[str] = Counter()
-    for seed in (1, 2):
-        service = HostileService(*makers, seed, ngram=NgramOptions(8))
-        assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
-        service.count(TARGET)
-        service.count(DRAFTER)
-        counts += service.counts
-    for what in ("looked up", "accepted", "stale", "T restarted", "D restarted"):
-        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
-
-
-def test_scarce_blocks_and_short_steps_change_no_token() -> None:
-    known = predicted_cases("llama", SamplingParams(temperature=1.0))
-    cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in known]
-    target = backend(ModelTarget, make_model("llama"), num_blocks=42)
-    service = InProcessService(target, None, 0, ngram=NgramOptions(16))
-    assert run(service, cases)[0] == plainly("llama", cases)
-    assert target.gauges()["num_evictions"] > 0
-
-
-@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
-def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float) -> None:
-    """The prompt has records like the one that is asked for, and text that the grammar forbids after them."""
-    record = '{"name": "ab", "age": 7, "tags": ["red", "blue"]}'
-    prompt, params = f"{record} then {record} then ", sampling(temperature, PERSON)
-    target, ngram = ModelSource(str(DEMO / "target")), NgramOptions(16)
-    engine = SpeculativeEngine.from_pretrained(target, options=OPTIONS, ngram=ngram)
-    found, plain = (
-        engine.generate(prompt, params, seed=4, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
-        for count in (None, 0)
-    )
-    assert found.token_ids == plain.token_ids
-    check(PERSON, found)
-    assert found.stats.num_accepted_tokens > 0
-    assert engine._service.target.counters.by_source["ngram"].num_drafts > 0
 
 
 def letters_of(outputs: list[Output]) -> Counter[str]:

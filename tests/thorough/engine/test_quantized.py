@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.models.demos import demo_folder
-from specdec import BackendOptions, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
-from specdec.drafting.medusa import HeadsOptions
+from specdec import ModelSource, SamplingParams, SpeculativeEngine
 from specdec.engine.results import GenerationResult
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import load_model
@@ -54,49 +53,6 @@ def test_a_quantized_draft_changes_no_token(quantization):
     target = demo("target")
     want, got = (generate(target, DRAFTS[name], 1.0) for name in ("none", quantization))
     assert [result.token_ids for result in got] == [result.token_ids for result in want]
-
-
-@pytest.mark.parametrize("tree", some([0, 12]))
-def test_heads_on_a_quantized_target_change_no_token(tree):
-    target = demo("target", quantization="int8")
-    options = BackendOptions(heads=HeadsOptions(demo("heads").path, 4, tree))
-    engine = SpeculativeEngine.from_pretrained(target, options=options)
-    drafted = engine.generate_batch(PROMPTS, SamplingParams(temperature=1.0), seed=3, max_tokens=40)
-    assert [result.token_ids for result in drafted] == [result.token_ids for result in generate(target, None, 1.0)]
-    assert sum(result.stats.num_accepted_tokens for result in drafted) > 0
-
-
-EVERYTHING = SamplingParams(
-    top_k=40,
-    top_p=0.95,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.2,
-    logit_bias=((40, 1.0), (41, -1.0)),
-    ignore_eos=True,
-    logprobs=2,
-)
-
-
-@pytest.mark.parametrize("sampling", some([EVERYTHING, SamplingParams(temperature=0.0, acceptance="rejection")]))
-def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
-    target = demo("target", quantization="int8")
-    prompts = [PROMPTS[0] * 6 + end for end in ("", "import", "x = 1")]
-    alone = SpeculativeEngine.from_pretrained(target).generate_batch(prompts, sampling, seed=3, max_tokens=40)
-    options = BackendOptions(max_num_batched_tokens=16)
-    engine = SpeculativeEngine.from_pretrained(target, DRAFTS["int8"], ngram=NgramOptions(8), options=options)
-    together = engine.generate_batch(prompts, sampling, seed=3, max_tokens=40)
-    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
-    for got, want in zip(together, alone, strict=True):
-        assert [one.logprob for one in got.logprobs or ()] == pytest.approx(
-            [one.logprob for one in want.logprobs or ()], abs=1e-4
-        )
-    assert engine.stats.num_accepted_tokens > 20
-
-
-@pytest.mark.parametrize("feature", some(["grammars", "hooks", "prefix reuse", "preemption", "branches", "kills"]))
-def test_beside_another_feature_each_text_is_the_quantized_targets_own(feature):
-    assert_texts_are_its_own(demo("target", quantization="int8"), demo("draft", quantization="int8"), feature)
 
 
 def save_compressed(folder: Path, form: str) -> None:

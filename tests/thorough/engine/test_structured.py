@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +23,7 @@ from specdec.sampling.pipeline import Sampler
 from specdec.structured.compiler import Grammars
 from specdec.structured.matchers import Matchers
 from tests.sizes import some
-from tests.specdec.engine.pairs import Case, collect
-from tests.specdec.engine.schemas import grammar_of, is_valid, make_schemas
-from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
+from tests.specdec.engine.schemas import grammar_of, is_valid
 from tests.specdec.operators import Operators
 
 DEMO = Path(specdec.demo.__file__).parent
@@ -106,31 +104,6 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.mark.parametrize(("pair", "temperature"), [("plain", 1.0), ("hybrid", 0.0)])
-def test_nothing_that_a_network_or_a_death_does_changes_a_token(pair: str, temperature: float) -> None:
-    """Messages are lost, doubled and late, chains become branches, and workers begin again with nothing."""
-    names = {"plain": ("target", "draft"), "hybrid": ("hybrid", "draft")}[pair]
-    makers = [partial(runner_of, name) for name in names]
-    schemas = [*make_schemas(8, seed=5), PERSON]
-    for schema in schemas:  # time passes by steps there, and not while a grammar is compiled
-        matcher_source().check(grammar_of(schema))
-    cases = [
-        Case(tuple(tokenizer().encode(PROMPTS[i % 2])), 60, sampling(temperature, schema), i, eos_token_ids=(0,))
-        for i, schema in enumerate(schemas)
-    ]
-    service = engine_of(pair)._service
-    wanted = [output.tokens for output in collect(service, [replace(case, num_speculative_tokens=0) for case in cases])]
-    counts: Counter[str] = Counter()
-    for seed in (1, 2):
-        hostile = HostileService(*makers, seed, sampler=make_sampler)
-        assert [output.tokens for output in collect(hostile, cases)] == wanted, f"seed {seed}"
-        for worker in (TARGET, DRAFTER):
-            hostile.count(worker)
-        counts += hostile.counts
-    for what in ("promoted", "accepted", "stale", "T restarted", "D restarted"):
-        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
 
 
 BOOKING: dict[str, Any] = {
