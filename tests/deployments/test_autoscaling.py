@@ -171,7 +171,7 @@ async def test_a_full_ingress_tells_that_users_wait() -> None:
     now_s = 10.0
     admission = Admission(Limits(max_concurrent_requests=2, max_queued_requests=1, max_share_per_key=1.0))
     observer = Observer(CollectorRegistry(), clock=lambda: now_s)
-    parts = {"_machine": SimpleNamespace(report=dict), "_service": SimpleNamespace(is_draining=False)}
+    parts = {"_machine": SimpleNamespace(metrics=dict), "_service": SimpleNamespace(is_draining=False)}
     server: Any = SimpleNamespace(_admission=admission, _observer=observer, config_metrics=dict, **parts)
     server._replica_metrics = ReplicaMetrics("ingress", "m", partial(OpenAIIngress._metrics, server))
 

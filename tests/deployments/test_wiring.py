@@ -161,7 +161,7 @@ async def test_a_router_tells_how_late_the_drafts_of_its_targets_are(started: di
         report = told | {"num_late_rounds": num_late, "num_committed_tokens": num_committed}
         machine.receive(Alive("T", report), 0.0)
         server._exposed._at_s = float("-inf")  # a second later
-        await server._report()
+        await server._metrics()
     assert await server.exposed_draft_share() == pytest.approx(0.25)
 
 

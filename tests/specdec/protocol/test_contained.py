@@ -14,7 +14,7 @@ def raises(*_arguments):
     raise ZeroDivisionError("a formula")
 
 
-@pytest.mark.parametrize("method", ["closed", "decided", "reported", "echoed", "lost", "review", "figures"])
+@pytest.mark.parametrize("method", ["closed", "decided", "reported", "echoed", "lost", "review", "metrics"])
 def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
     chooser = Chooser(PLAN)
     machine = RouterMachine("R", chooser, TIMES)
