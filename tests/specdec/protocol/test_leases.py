@@ -36,3 +36,11 @@ def test_an_outbox_keeps_order_per_peer_and_gives_everything_once():
         outbox.put(peer, Gone("s", attempt))
     assert outbox.take() == {"a": [Gone("s", 1), Gone("s", 3)], "b": [Gone("s", 2)]}
     assert outbox.take() == {}
+
+
+@pytest.mark.parametrize("inc", [(1, 3), (2, 0)])
+def test_a_newer_inc_replaces_the_row(rows, inc):
+    rows.admit(row((1, 2)), 0.0)
+    newer = row(inc)
+    assert rows.admit(newer, 1.0) is newer
+    assert list(rows) == [newer]

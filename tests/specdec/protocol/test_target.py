@@ -244,3 +244,13 @@ def test_a_verdict_that_is_too_long_to_be_sent_ends_its_sequence_with_an_error()
     machine.step(0.1)
     (told,) = verdicts(machine)
     assert (told.tokens, told.finish, told.reason, told.notes.prompt_logprobs) == (TRUE[:1], "error", "too long", None)
+
+
+def test_a_newer_inc_replaces_the_log_and_an_older_one_does_not():
+    machine = machine_with(open_message())
+    machine.step(0.0)
+    machine.receive(open_message(TRUE[:5], Inc(2, 0)), 0.0)
+    machine.receive(open_message((), Inc(1, 1)), 0.0)
+    machine.step(0.0)
+    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes(provenance("p"), (0,)), inc=Inc(2, 0))
+    assert machine._backend.released == []  # what is cached is reused
