@@ -335,3 +335,47 @@ def test_a_prefix_ends_where_it_may() -> None:
     second = sequence.block_digests[1]
     found = [pool.reuse_prefix(CachedSequence(), [*prompt, 7], ends=ends) for ends in (None, {second}, set())]
     assert found == [6, 4, 0]
+
+
+def test_copies_of_copies_come_one_after_another() -> None:
+    pool = BlockPool(8, 4)
+    first = grown(pool, [1, 2])
+    second = pool.fork(first)
+    assert pool.reserve(second, 3)
+    third = pool.fork(second)
+    assert pool.reserve(third, 3)
+    assert [len(pairs) for pairs in prepared(pool)[0]] == [1, 1]
+    assert prepared(pool) == ([], [])
+
+
+def test_copies_that_are_repeated_find_their_sources_as_they_were() -> None:
+    """A block that is copied, then given to another as a copy, is written in a later call."""
+    pool = BlockPool(3, 4)
+    first, other = grown(pool, [1, 2]), grown(pool, [3, 4])
+    fork = pool.fork(first)
+    assert pool.reserve(fork, 3)
+    pool.free(first)
+    assert pool.reserve(pool.fork(other), 3)
+    assert prepared(pool)[0] == [[(0, 2)], [(1, 0)]]
+
+
+def test_a_kept_block_that_is_written_again_is_not_found() -> None:
+    pool = BlockPool(4, 2)
+    sequence = grown(pool, [1, 2])
+    pool.keep_prefix(sequence, 2)
+    pool.truncate(sequence, 1)
+    assert pool.reserve(sequence, 2)
+    sequence.tokens.append(3)
+    assert pool.reuse_prefix(CachedSequence(), [1, 2, 0]) == 0
+
+
+def test_what_follows_a_rewritten_block_is_kept_under_its_new_prefix() -> None:
+    pool = BlockPool(8, 2)
+    sequence = grown(pool, [1, 1])
+    pool.keep_prefix(sequence, 2)
+    pool.truncate(sequence, 0)
+    assert pool.reserve(sequence, 4)
+    sequence.tokens.extend([5, 5, 6, 6])
+    pool.keep_prefix(sequence, 4)
+    assert pool.reuse_prefix(CachedSequence(), [1, 1, 6, 6, 0]) == 2
+    assert pool.reuse_prefix(CachedSequence(), [5, 5, 6, 6, 0]) == 4
