@@ -175,7 +175,7 @@ class EmulatedDevice:
         """Nothing is cached for a row any more."""
         self._known.pop(key, None)
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The counters, for the worker's metrics."""
         return {f"backend/{name}": float(value) for name, value in asdict(self.counters).items()}
 
@@ -197,9 +197,9 @@ class EmulatedTarget(Around):
         super().__init__(inner)
         self.device = device
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The inner backend's, and what was emulated."""
-        return self._inner.gauges() | self.device.gauges()
+        return self._inner.metrics() | self.device.metrics()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step; returns when the emulated device would."""
@@ -228,9 +228,9 @@ class EmulatedDrafter(Around):
         super().__init__(inner)
         self.device = device
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The inner backend's, and what was emulated."""
-        return self._inner.gauges() | self.device.gauges()
+        return self._inner.metrics() | self.device.metrics()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step; returns when the emulated device would."""

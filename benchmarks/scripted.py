@@ -84,7 +84,7 @@ class ScriptedTarget:
         self._script = script
         self.max_model_len = max_model_len
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Scripted tokens hold nothing."""
         return {"backend/is_scripted": 1.0}
 
@@ -112,7 +112,7 @@ class ScriptedDrafter:
         # The branches of a sequence ask for the same positions, and so does the chain after them.
         self._said = lru_cache(_PROPOSALS_KEPT)(_Proposals(script))
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Scripted tokens hold nothing."""
         return {"backend/is_scripted": 1.0}
 

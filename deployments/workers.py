@@ -90,7 +90,7 @@ class TargetServer(_Worker):
             name,
             observed,
             args.protocol.times(),
-            lambda: observed.gauges() | steps.metrics() | self.config_metrics(),
+            lambda: observed.metrics() | steps.metrics() | self.config_metrics(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
             ngram=ngram_options(args),
@@ -144,7 +144,7 @@ class DraftServer(_Worker):
             name,
             observed,
             times,
-            lambda: observed.gauges() | steps.metrics() | self.config_metrics(),
+            lambda: observed.metrics() | steps.metrics() | self.config_metrics(),
             fingerprint=own.vocabulary,
             last_interval=last_step.interval,
         )

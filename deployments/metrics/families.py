@@ -341,7 +341,7 @@ def register(family: Family) -> Family:
     """Add a family that a machine reports, from outside: a module that the key ``backend`` names calls this.
 
     Args:
-        family: Its ``figure`` is a name that the backend's ``gauges`` have, and ``parts`` says whose backend it is.
+        family: Its ``figure`` is a name that the backend's ``metrics`` have, and ``parts`` says whose backend it is.
 
     Raises:
         ValueError: There is one of that name.

@@ -97,7 +97,7 @@ class TargetBackend(Protocol):
         """Longest sequence, prompt and output together, in tokens."""
         ...
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What it holds now, and what it has done since it started, by the names of the worker's report."""
         ...
 
@@ -172,7 +172,7 @@ class DraftBackend(Protocol):
         """Longest sequence, in tokens, that the draft model can read."""
         ...
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What it holds now, and what it has done since it started, by the names of the worker's report."""
         ...
 

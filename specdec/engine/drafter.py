@@ -106,9 +106,9 @@ class ModelDrafter(ModelBackend):
         self._mask = [] if mask_token_id is None else [mask_token_id]
         self._num_step_tokens = num_step_tokens if self._mask else 1
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is held now, and how many tokens a step gives, for the worker's report."""
-        held = self._states.gauges() | self._runner.adapters.gauges()
+        held = self._states.metrics() | self._runner.adapters.metrics()
         return held | {"num_step_tokens": float(self._num_step_tokens)}
 
     def rest(self) -> None:

@@ -116,9 +116,9 @@ class ObservedTarget:
         """Of the inner backend."""
         return self._inner.max_model_len
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What the inner backend holds now."""
-        return self._inner.gauges()
+        return self._inner.metrics()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, told of."""
@@ -171,9 +171,9 @@ class ObservedDrafter:
         """Of the inner backend."""
         return self._inner.max_model_len
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What the inner backend holds now."""
-        return self._inner.gauges()
+        return self._inner.metrics()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step, told of."""

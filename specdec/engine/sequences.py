@@ -230,7 +230,7 @@ class SequenceStates:
         """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""
         self._runner.keep_prefix(self._sequences[key], verified_length)
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is held now, and counts since the start; what is kept only for prefix reuse counts as free."""
         pool, states = self._runner.pool, self._runner.states
         return {

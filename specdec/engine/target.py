@@ -146,9 +146,9 @@ class ModelTarget(ModelBackend):
         if heads is not None:
             runner.keep_hidden()
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
-        figures = self._states.gauges() | self._runner.adapters.gauges()
+        figures = self._states.metrics() | self._runner.adapters.metrics()
         if self._sampler.matchers is not None:
             figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:

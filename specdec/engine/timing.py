@@ -173,7 +173,7 @@ def profile_target(backend: TargetBackend, listener: StepListener, limit_s: floa
 def profile_drafter(backend: DraftBackend, listener: StepListener, limit_s: float = LIMIT_S) -> None:
     """Draft with few rows and many; see :func:`profile_target`."""
     observed = ObservedDrafter(backend, [listener])
-    num_tokens = int(backend.gauges().get("num_step_tokens", 1))
+    num_tokens = int(backend.metrics().get("num_step_tokens", 1))
     for keys in _sizes(backend.max_model_len, limit_s):
         tokens, agreed = [list(_PROMPT) for _ in keys], 0
         for _ in range(1 + NUM_STEPS):

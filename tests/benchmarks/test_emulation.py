@@ -71,7 +71,7 @@ def test_a_step_ends_at_its_time_or_says_that_it_did_not(compute_s: float, step_
     target = EmulatedTarget(SlowTarget(clock, compute_s), EmulatedDevice(StepCost(30), clock))
     assert target.verify([job("a", 4)])[0].status is Status.DECIDED
     assert clock.now_s() == pytest.approx(step_s)
-    gauges = target.gauges()
+    gauges = target.metrics()
     assert gauges["backend/num_emulated_steps"] == 1
     assert gauges["backend/num_overruns"] == num_overruns
     assert gauges["backend/overrun_s"] == pytest.approx(0.020 * num_overruns)

@@ -37,8 +37,8 @@ def soak(target: VllmTarget, reference: ModelTarget, num_decisions: int, seed: i
 @pytest.mark.timeout(1200)
 def test_2000_decisions_with_little_room(engine: VllmTarget, reference: ModelTarget) -> None:
     soak(engine, reference, 2_000)
-    assert engine.gauges()["num_evictions"] > 0
-    assert engine.gauges()["kv_blocks_in_use"] == engine.gauges()["num_cached_sequences"] == 0
+    assert engine.metrics()["num_evictions"] > 0
+    assert engine.metrics()["kv_blocks_in_use"] == engine.metrics()["num_cached_sequences"] == 0
 
 
 @pytest.mark.timeout(1200)
@@ -105,14 +105,14 @@ def test_what_is_opened_again_comes_from_the_cache(engine: VllmTarget, reference
     steps.open("a", 4)
     for _ in range(4):
         steps.step("a")
-    reused = engine.gauges()["num_reused_tokens"]
+    reused = engine.metrics()["num_reused_tokens"]
     steps.shadow.release("a")
     steps.step("a")
-    assert engine.gauges()["num_reused_tokens"] - reused == 96
+    assert engine.metrics()["num_reused_tokens"] - reused == 96
     steps.logs["a"] = TokenLog([*steps.logs["a"].tokens[:70], 7, 8, 9])
     steps.specs["a"] = replace(steps.specs["a"], output_start=60)
     steps.step("a")
-    assert engine.gauges()["num_reused_tokens"] - reused == 96 + 64
+    assert engine.metrics()["num_reused_tokens"] - reused == 96 + 64
     assert steps.shadow.seen["decided"] == 5
     steps.shadow.release("a")
 
@@ -165,7 +165,7 @@ def test_a_step_that_fails_is_forgotten(
         patch.setattr(owner, where, fail)
         with pytest.raises(RuntimeError, match="injected"):
             steps.step("a", "b", "c", draft=(1,))
-    assert engine.gauges()["kv_blocks_in_use"] == 0
+    assert engine.metrics()["kv_blocks_in_use"] == 0
     for _ in range(10):
         steps.step("a", "b", "c", draft=(1, 2))
     for key in "abc":

@@ -55,12 +55,12 @@ def test_any_draft_gives_the_same_tokens(
 ) -> None:
     """In as many steps a sequence as our own target takes, and one more each time it is begun: it has no draft then."""
     drafts = getattr(Drafts(plain[name]), kind, lambda i, log: ())
-    evicted = engine.gauges()["num_evictions"]
+    evicted = engine.metrics()["num_evictions"]
     outputs, seen = generate(engine, PROMPTS, lambda i: spec_of(SAMPLINGS[name], i), drafts)
     assert outputs == plain[name]
     if kind == "right":
         _, own = generate(reference, PROMPTS, lambda i: spec_of(SAMPLINGS[name], i), drafts)
-        evicted = engine.gauges()["num_evictions"] - evicted
+        evicted = engine.metrics()["num_evictions"] - evicted
         assert own["decided"] < seen["decided"] <= own["decided"] + len(PROMPTS) + evicted
         assert seen["accepted"] == seen["drafted"] > 5 * NUM_TOKENS
     elif kind == "partly_right":

@@ -278,7 +278,7 @@ class VllmTarget:
         length: int = self._scheduler.max_model_len
         return length
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         pool = self._scheduler.kv_cache_manager.block_pool
         figures = {

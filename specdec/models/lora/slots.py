@@ -302,7 +302,7 @@ class AdapterPool:
         """Whether a sequence cannot take part in a step, as its adapter is not on the device."""
         return adapter is not None and adapter.fingerprint not in self._slot_of
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is held now, and how many were loaded since the start."""
         return {"num_loaded_adapters": float(len(self._slot_of)), "num_adapter_loads": float(self.num_loads)}
 

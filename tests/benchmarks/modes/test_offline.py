@@ -134,10 +134,10 @@ def test_a_second_run_reads_its_prompts_again() -> None:
         pair.run(Variant("in turn", 2, "sequential"), Workload(prompts, 4, 0.0, 2))
     assert pair.drafter is not None
     for backend in (pair.target, pair.drafter):
-        assert backend.gauges()["num_reused_tokens"] == 0
+        assert backend.metrics()["num_reused_tokens"] == 0
     for _ in range(2):
         pair.engine.generate_batch(prompts, max_tokens=4, cache_salt="one for all")
-    assert pair.target.gauges()["num_reused_tokens"] > 0
+    assert pair.target.metrics()["num_reused_tokens"] > 0
 
 
 def test_modes() -> None:

@@ -110,8 +110,8 @@ def assert_texts_are_its_own(
     assert stats.num_accepted_tokens > 20
     happened = {
         "branches": lambda: service.drafter.counters.num_promoted,
-        "prefix reuse": lambda: target.gauges()["num_reused_tokens"],
-        "preemption": lambda: target.gauges()["num_evictions"],
+        "prefix reuse": lambda: target.metrics()["num_reused_tokens"],
+        "preemption": lambda: target.metrics()["num_evictions"],
     }
     assert feature not in happened or happened[feature]() > 5
     return wanted

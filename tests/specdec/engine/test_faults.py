@@ -64,7 +64,7 @@ def test_a_hook_that_raises_ends_its_own_sequence(temperature: float, is_in_draf
     assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted)
     report = faulty.target.metrics()
     assert (report["num_errors"], report["num_failed_steps"]) == (1, 0)
-    assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
+    assert faulty.target._backend.metrics()["num_cached_sequences"] == 0
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -106,7 +106,7 @@ def test_who_runs_out_of_memory_alone_twice_is_at_fault(
     assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (1, 0, 1)
     assert faulty.drafter is not None
     assert faulty.drafter.metrics()["num_skipped_sequences"] <= 1
-    assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
+    assert faulty.target._backend.metrics()["num_cached_sequences"] == 0
 
 
 @pytest.mark.parametrize("worker", ["target", "drafter"])

@@ -112,7 +112,7 @@ class HostileService:
         if name == DRAFTER:
             self.counts["promoted"] += self._drafter.counters.num_promoted
             return
-        gauges = self._target._backend.gauges()
+        gauges = self._target._backend.metrics()
         self.counts["evicted"] += int(gauges["num_evictions"])
         self.counts["reused"] += int(gauges["num_reused_tokens"])
         by_source = self._target.counters.by_source

@@ -89,11 +89,11 @@ def test_prompt_logprobs_of_a_prompt_whose_prefix_is_cached() -> None:
     plain = replace(asking_case(prompt), sampling=SamplingParams(temperature=1.0, ignore_eos=True))
     assert collect(service, [plain])[0].tokens == wanted.tokens
     collect(service, [plain])
-    num_reused = service.target._backend.gauges()["num_reused_tokens"]
+    num_reused = service.target._backend.metrics()["num_reused_tokens"]
     assert num_reused == 48, "the prefix is there for others"
     (output,) = collect(service, [asking_case(prompt)])
     assert_same_logprobs(output, wanted)
-    assert service.target._backend.gauges()["num_reused_tokens"] == num_reused
+    assert service.target._backend.metrics()["num_reused_tokens"] == num_reused
 
 
 def test_a_step_has_no_more_logits_of_prompts_than_are_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +122,4 @@ def test_prompt_logprobs_under_preemption(num_blocks: int) -> None:
     service = make_service("llama", 0.06, 4, num_blocks=num_blocks, max_model_len=80)
     for output, want in zip(collect(service, cases), wanted, strict=True):
         assert_same_logprobs(output, want)
-    assert service.target._backend.gauges()["num_evictions"] > 0
+    assert service.target._backend.metrics()["num_evictions"] > 0

@@ -22,7 +22,7 @@ class Told:
 
     max_model_len = 64
 
-    def gauges(self):
+    def metrics(self):
         return {"kv_blocks_in_use": 3.0}
 
     def __init__(self):
@@ -67,7 +67,7 @@ def test_steps_are_timed_by_rows_and_tokens_and_prompts_left_out():
     assert points(report) == []
     observed.verify(jobs("a", "b"))
     assert points(report) == [StepTime(2, 6, 0.25, 1)]
-    assert observed.gauges()["kv_blocks_in_use"] == 3
+    assert observed.metrics()["kv_blocks_in_use"] == 3
     observed.release("a")
     observed.verify(jobs("a", "b"))  # read anew
     assert points(report) == [StepTime(2, 6, 0.25, 1)]

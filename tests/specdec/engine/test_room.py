@@ -99,7 +99,7 @@ def test_whoever_waits_holds_nothing(shared: tuple) -> None:
     target.release("gone")
     drafter.propose([draft_job("old", 50, 16, 1.0)])
     assert target.verify([verify_job("new", 1, 24, 2.0)])[0].status is Status.WAITING
-    assert states.gauges()["kv_blocks_in_use"] == 4
+    assert states.metrics()["kv_blocks_in_use"] == 4
 
 
 def test_the_newest_prompt_waits_while_an_older_one_is_read() -> None:
@@ -127,7 +127,7 @@ def test_a_branch_begins_with_its_sequences_state_and_yields_first(shared: tuple
     branch = draft_job("s#1", 1, 12, 0.0, fork_of="s")
     assert drafter.propose([branch])[0].status is Status.DECIDED
     assert states.num_computed_tokens("s#1") == 12
-    assert states.gauges()["kv_blocks_in_use"] == 5  # three shared, one of each
+    assert states.metrics()["kv_blocks_in_use"] == 5  # three shared, one of each
     assert drafter.propose([draft_job("later", 50, 16, 5.0)])[0].status is Status.DECIDED
     assert drafter.propose([draft_job("last", 30, 8, 6.0)])[0].status is Status.WAITING
     assert states.num_computed_tokens("s") == 14
@@ -145,7 +145,7 @@ def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
     assert drafter.propose([draft_job("later", 50, 24, 5.0)])[0].status is Status.WAITING
     assert states.num_computed_tokens("s") == 12
     drafter.release("s")
-    assert states.gauges()["kv_blocks_in_use"] == 0
+    assert states.metrics()["kv_blocks_in_use"] == 0
 
 
 def test_branches_come_after_all_sequences() -> None:

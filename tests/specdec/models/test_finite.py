@@ -68,10 +68,10 @@ def test_a_prompts_part_ends_with_an_error_beside_others_and_leaves_nothing(valu
     both = step(spoilt, good=[9, 10, 11], bad=[BAD] * 90)
     assert both["bad"] == ("failed", NOT_FINITE, ())
     assert both["good"][0] == "decided"
-    assert spoilt.gauges()["kv_blocks_reusable"] == 0
+    assert spoilt.metrics()["kv_blocks_reusable"] == 0
     for key in both:
         spoilt.release(key)
-    assert spoilt.gauges()["kv_blocks_reusable"] == 0
+    assert spoilt.metrics()["kv_blocks_reusable"] == 0
     assert step(spoilt, **others) == wanted
 
 

@@ -101,7 +101,7 @@ def assert_as_peft(outputs: Sequence[list[int]], cases: Sequence[Case]) -> None:
 
 
 def gauges(service: InProcessService) -> dict[str, float]:
-    return service.target._backend.gauges()
+    return service.target._backend.metrics()
 
 
 @pytest.mark.parametrize("scarce", some(["slots", "blocks"]))
@@ -386,7 +386,7 @@ def test_those_who_came_first_have_the_slots_and_the_least_recently_used_go(adap
     for key in ("b1", "c2", "a3"):
         pool.release(key)
     prepared(pool)
-    assert pool.gauges() == {"num_loaded_adapters": 2.0, "num_adapter_loads": 3.0}
+    assert pool.metrics() == {"num_loaded_adapters": 2.0, "num_adapter_loads": 3.0}
     pool.hold("b", adapters["b"], 9.0)
     prepared(pool)
     pool.hold("d", adapters["d"], 10.0)

@@ -73,7 +73,7 @@ def test_where_room_is_short_branches_yield_and_no_token_changes(num_blocks: int
     service = make_overlap(4, 16, lambda: 6, num_blocks=num_blocks)
     outputs, stats = run(service, cases)
     assert outputs == wanted
-    assert service.drafter._backend.gauges()["num_evictions"] > 2
+    assert service.drafter._backend.metrics()["num_evictions"] > 2
     assert stats.num_accepted_tokens > 5
 
 
@@ -91,8 +91,8 @@ def test_branches_prepare_more_drafts() -> None:
 def test_nothing_is_held_after_the_end() -> None:
     service = make_overlap(4, 16, lambda: 5)
     run(service, make_cases(SamplingParams()))
-    assert service.drafter._backend.gauges()["num_cached_sequences"] == 0
-    assert service.drafter._backend.gauges()["kv_blocks_in_use"] == 0
+    assert service.drafter._backend.metrics()["num_cached_sequences"] == 0
+    assert service.drafter._backend.metrics()["kv_blocks_in_use"] == 0
 
 
 # Forks in the draft model's caches.
@@ -127,7 +127,7 @@ def test_a_branch_reads_on_from_a_copy_of_its_sequence(position: int) -> None:
     model.rename("s#1", "s")
     model.release("s#0")
     after = [*other, 33, 34]
-    assert model.gauges()["num_cached_sequences"] == 1
+    assert model.metrics()["num_cached_sequences"] == 1
     (proposal,) = model.propose([job("s", after, position)])
     assert (proposal.token, proposal.guesses) == from_nothing(after)
 
@@ -136,7 +136,7 @@ def test_a_branch_without_its_sequence_waits_and_no_prompt_is_read_for_it() -> N
     model = drafter()
     waiting = job("s#0", [*TOKENS[:5], 50], 5, "s")
     assert model.propose([waiting])[0].status is Status.WAITING
-    assert model.gauges()["num_cached_sequences"] == 0
+    assert model.metrics()["num_cached_sequences"] == 0
     model.propose([job("s", TOKENS)])
     assert model.propose([waiting])[0].status is Status.DECIDED
 

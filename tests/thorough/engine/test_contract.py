@@ -61,7 +61,7 @@ def test_our_own_with_little_room_decides_as_with_much() -> None:
     seen = soak.run(400)
     assert min(seen["waiting"], seen["prefilling"], seen["released"]) > 0
     assert 0 < seen["accepted"] < seen["drafted"]
-    assert soak.shadow.gauges()["num_evictions"] > 0
+    assert soak.shadow.metrics()["num_evictions"] > 0
 
 
 @pytest.mark.parametrize("make", [own, lambda: ScriptedTarget(Script(0.8, 0.95, tuple(range(VOCAB_SIZE))), 160)])

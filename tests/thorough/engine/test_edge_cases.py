@@ -68,10 +68,10 @@ def test_edge_03_an_end_inside_a_run_drops_the_rest_of_it(temperature: float) ->
     assert counters.num_committed_tokens == len(spelled(output.notes)) == at + 1
     assert counters.num_accepted_tokens == sum(counters.num_accepted_per_position) == spelled(output.notes).count("a")
     assert counters.num_draft_tokens == sum(output.notes.num_drafted) == counters.num_accepted_tokens
-    gauges = service.target._backend.gauges()
+    gauges = service.target._backend.metrics()
     assert gauges["kv_blocks_in_use"] == gauges["num_cached_sequences"] == 0
     collect(service, [Case((*PROMPT, *without_end), 2, GREEDY)])
-    num_reused = service.target._backend.gauges()["num_reused_tokens"]
+    num_reused = service.target._backend.metrics()["num_reused_tokens"]
     assert 0 < num_reused <= len(PROMPT) + at + 1
 
 
@@ -297,7 +297,7 @@ def test_edge_19_without_drafts_the_draft_model_is_not_touched(monkeypatch: pyte
     outputs = collect(service, cases)
     assert [spelled(output.notes) for output in outputs] == ["p" * len(output.tokens) for output in outputs]
     assert asked == opened - {""} == set()
-    assert service.drafter.counters.num_steps == draft.gauges()["num_cached_sequences"] == 0
+    assert service.drafter.counters.num_steps == draft.metrics()["num_cached_sequences"] == 0
     again = [replace(cases[0], num_speculative_tokens=None), cases[1], Case(PROMPT, 1, GREEDY), cases[2]]
     names = start(service, again)
     mixed = {name: Output() for name in names}

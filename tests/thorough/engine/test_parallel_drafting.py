@@ -136,4 +136,4 @@ def test_the_mask_token_is_found_by_its_other_name(draft: ModelSource, tmp_path:
     fields["ptd_token_id"] = fields.pop("pard_token")
     file.write_text(json.dumps(fields))
     drafter, _, _ = build_drafter(source(tmp_path / "draft"), DRAFT_OPTIONS, TARGET)
-    assert drafter.gauges()["num_step_tokens"] == NUM_STEP_TOKENS
+    assert drafter.metrics()["num_step_tokens"] == NUM_STEP_TOKENS

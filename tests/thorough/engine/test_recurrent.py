@@ -110,7 +110,7 @@ def test_a_draft_that_is_rolled_back_proposes_what_one_proposes_that_reads_all_a
         service = make_service(make_runner(make_recurrent(family)), draft, 5)
         stats = run(service, make_cases())[1]
         assert service.drafter is not None
-        return stats, service.drafter._backend.gauges()["num_reread_tokens"]
+        return stats, service.drafter._backend.metrics()["num_reread_tokens"]
 
     rolling, forgetful = (make_runner(add_noise(make_recurrent(family), NOISE)) for _ in range(2))
     truncate = forgetful.truncate
@@ -189,7 +189,7 @@ def test_nothing_is_held_after_mixed_work(family: str) -> None:
     assert not open_names
     assert num_cancelled > 10
     assert most_slots == (3 if family == "lfm2" else 0)
-    gauges = service.target._backend.gauges()
+    gauges = service.target._backend.metrics()
     assert gauges["num_evictions"] > 0
     assert gauges["state_slots_in_use"] == gauges["kv_blocks_in_use"] == 0
     assert in_use(target) == in_use(draft) == (0, 0)
@@ -202,7 +202,7 @@ def test_a_prompt_that_was_read_is_not_read_again() -> None:
     for _ in range(3):
         outputs, _ = run(service, [case])
         assert_same(outputs[0], greedy(stock, case), case, stock)
-    assert service.target._backend.gauges()["num_reused_tokens"] > 0
+    assert service.target._backend.metrics()["num_reused_tokens"] > 0
     assert in_use(target) == in_use(draft) == (0, 0)
 
 

@@ -97,7 +97,7 @@ def test_a_branch_without_a_slot_waits_and_no_other_branch_is_lost_for_it() -> N
         Status.WAITING,
         Status.DECIDED,
     ]
-    gauges = drafter.gauges()
+    gauges = drafter.metrics()
     assert (gauges["num_evictions"], gauges["num_state_slots"], gauges["state_slots_in_use"]) == (0, 3, 3)
     drafter.release("new#0")
     (proposal,) = drafter.propose(branches[:1])
@@ -115,7 +115,7 @@ def test_a_branch_from_before_the_window_waits_and_nothing_is_copied_for_it() ->
     drafter.propose([job("s", tokens, 40, 0.0)])
     assert statuses(drafter.propose([job("s#0", [*tokens[:40], 5], 40, 0.0, "s")])) == [Status.WAITING]
     assert rows == [(0, 64)]
-    assert drafter.gauges()["num_reread_tokens"] == 0
+    assert drafter.metrics()["num_reread_tokens"] == 0
     assert in_use(runner)[1] == 1
 
 
@@ -127,7 +127,7 @@ def test_two_sequences_and_one_slot_for_branches_read_each_prompt_once(num_branc
     run(service, cases)
     assert service.drafter.counters.num_promoted > 0
     assert [row for row in rows if row[0] == 0] == [(0, len(case.prompt)) for case in cases]
-    assert service.drafter._backend.gauges()["num_evictions"] == 0
+    assert service.drafter._backend.metrics()["num_evictions"] == 0
     assert in_use(draft) == (0, 0)
 
 

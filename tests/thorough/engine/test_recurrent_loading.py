@@ -56,7 +56,7 @@ def test_a_target_that_reads_single_tokens_runs_without_speculation(tmp_path: Pa
     engine.generate_batch([PROMPT, PROMPT[:2]], GREEDY, max_tokens=6)
     assert engine.stats.fallbacks == {"reads_single_tokens": 2}
     assert engine.stats.num_draft_tokens == 0
-    assert engine._service.target._backend.gauges()["num_fallbacks/reads_single_tokens"] == 2
+    assert engine._service.target._backend.metrics()["num_fallbacks/reads_single_tokens"] == 2
     engine.generate(PROMPT, GREEDY, max_tokens=6, num_speculative_tokens=0)
     assert engine.stats.fallbacks == {"reads_single_tokens": 2}
 

@@ -80,7 +80,7 @@ def test_edge_15_shared_prefixes_change_no_token(temperature: float) -> None:
     assert [run(service, [case])[0][0] for case in cases] == alone
     backend = service.target._backend
     assert isinstance(backend, ModelTarget)
-    gauges = backend.gauges()
+    gauges = backend.metrics()
     assert gauges["num_reused_tokens"] == 28 + 36
     assert gauges["kv_blocks_in_use"] == gauges["num_cached_sequences"] == 0
 

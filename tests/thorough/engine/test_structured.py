@@ -218,7 +218,7 @@ def test_with_all_else_at_once_no_token_changes() -> None:
     short = SpeculativeEngine.from_pretrained(target, draft, options=options, num_speculative_tokens=4)
     wanted = engine_of("plain").generate_batch(prompts, params, seed=9, max_tokens=60, num_speculative_tokens=0)
     results = short.generate_batch(prompts, params, seed=9, max_tokens=60)
-    gauges = short._service.target._backend.gauges()
+    gauges = short._service.target._backend.metrics()
     assert gauges["num_evictions"] > 0
     assert gauges["num_reused_tokens"] > 0
     for one, plain in zip(results, wanted, strict=True):

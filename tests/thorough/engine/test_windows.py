@@ -53,11 +53,11 @@ def test_texts_are_the_plain_models(family: str, num_window_blocks: int) -> None
     outputs, stats = run(InProcessService(target, drafter, 4), cases)
     assert outputs == [greedy(make_model(family), case) for case in cases]
     assert stats.num_accepted_tokens > 10
-    assert (target.gauges()["num_evictions"] > 0) == (num_window_blocks < 80)
-    assert target.gauges()["kv_blocks_in_use"] == 0
+    assert (target.metrics()["num_evictions"] > 0) == (num_window_blocks < 80)
+    assert target.metrics()["kv_blocks_in_use"] == 0
     again, _ = run(InProcessService(target, drafter, 4), cases)
     assert again == outputs
-    assert target.gauges()["num_reused_tokens"] > 30 or num_window_blocks < 80
+    assert target.metrics()["num_reused_tokens"] > 30 or num_window_blocks < 80
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
