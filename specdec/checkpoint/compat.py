@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.checkpoint.vocabulary import Translation, translate
+from specdec.checkpoint.vocabulary import VocabularyMapping, translate
 from specdec.core.errors import IncompatiblePairError, ModelLoadError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token")
@@ -50,7 +50,7 @@ class PairReport:
     num_shared_tokens: int
     draft_max_model_len: int
     notes: tuple[str, ...] = ()
-    translation: Translation | None = None
+    translation: VocabularyMapping | None = None
 
 
 def tokenizer_width(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -23,7 +23,7 @@ _LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Translation:
+class VocabularyMapping:
     """What each token of a target is to a draft model of another vocabulary.
 
     Attributes:
@@ -44,7 +44,7 @@ class Translation:
         return len(self.spelled)
 
 
-def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Translation:
+def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> VocabularyMapping:
     """Find what each token of a target is in a draft's vocabulary.
 
     Special tokens are the same where they read the same, or where both begin or end a text.
@@ -79,7 +79,7 @@ def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -
     pairs = sorted((i, in_draft) for in_draft, i in one_each.items())
     shared, shared_in_draft = np.ascontiguousarray(np.array(pairs, np.int64).T)
     beginning = () if target("").input_ids else tuple(draft("").input_ids)
-    return Translation(spelled, beginning, shared, shared_in_draft)
+    return VocabularyMapping(spelled, beginning, shared, shared_in_draft)
 
 
 @dataclass(frozen=True, slots=True)

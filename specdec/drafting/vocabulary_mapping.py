@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.checkpoint.vocabulary import Translation
+from specdec.checkpoint.vocabulary import VocabularyMapping
 from specdec.core.backends import DraftJob
 from specdec.core.tokens import TokenBuffer, as_list, common_prefix_length
 
@@ -30,7 +30,7 @@ class _Text:
 class Translator:
     """Reads jobs to a draft model of another vocabulary; each token is translated once."""
 
-    def __init__(self, translation: Translation) -> None:
+    def __init__(self, translation: VocabularyMapping) -> None:
         self._translation = translation
         self._shared = torch.from_numpy(translation.shared), torch.from_numpy(translation.shared_in_draft)
         self._empty = _Text(TokenBuffer(), [*translation.beginning], [len(translation.beginning)])

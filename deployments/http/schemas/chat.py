@@ -11,12 +11,12 @@ from pydantic_core import PydanticCustomError
 
 from deployments.http.schemas.common import GenerationBody
 from deployments.http.schemas.fields import (
+    IGNORED,
+    IGNORED_IN_COMPLETIONS,
+    IGNORED_IN_MESSAGES,
     REFUSED,
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_MESSAGES,
-    TAKEN,
-    TAKEN_IN_COMPLETIONS,
-    TAKEN_IN_MESSAGES,
     Body,
     Prompts,
     kind_of,
@@ -105,7 +105,7 @@ Tools = Annotated[list[ToolSpec], Field(max_length=MOST_TOOLS, fail_fast=True), 
 class CalledFunction(Body):
     """A function and the JSON text of its arguments."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
@@ -114,7 +114,7 @@ class CalledFunction(Body):
 class CallSpec(Body):
     """A call of an earlier answer."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"index"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: Annotated[str, Field(max_length=256)]
     type: IsFunction
@@ -157,7 +157,7 @@ class ChatMessage(Body):
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_MESSAGES
-    taken: ClassVar[frozenset[str]] = TAKEN_IN_MESSAGES
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageContent | None = None
@@ -350,7 +350,7 @@ class CompletionBody(GenerationBody):
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED | REFUSED_IN_COMPLETIONS
-    taken: ClassVar[frozenset[str]] = TAKEN | TAKEN_IN_COMPLETIONS
+    ignored: ClassVar[frozenset[str]] = IGNORED | IGNORED_IN_COMPLETIONS
 
     prompt: Prompts
     echo: bool | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deployments.http.schemas.fields import REFUSED, TAKEN, Bias, Body, Integer, Integers, Stops
+from deployments.http.schemas.fields import IGNORED, REFUSED, Bias, Body, Integer, Integers, Stops
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import Acceptance
 
@@ -24,7 +24,7 @@ class StreamOptions(Body):
         include_speculation: Send with every chunk how its tokens came, as ``specdec`` of its choice.
     """
 
-    taken: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -106,7 +106,7 @@ class GenerationBody(SamplingBody):
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
-    taken: ClassVar[frozenset[str]] = TAKEN
+    ignored: ClassVar[frozenset[str]] = IGNORED
 
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -77,7 +77,7 @@ REPLACED: dict[str, str] = {
 }
 """Refused fields that are another server's name of a field that is served."""
 
-TAKEN: frozenset[str] = frozenset(
+IGNORED: frozenset[str] = frozenset(
     {
         # OpenAI
         *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
@@ -100,7 +100,7 @@ REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
     "audio": (),
 }
-TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning", "parsed"})
+IGNORED_IN_MESSAGES = frozenset({"annotations", "reasoning", "parsed"})
 """``parsed``, here and elsewhere, is what the official client's helpers have added to the answer that is sent back."""
 
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
@@ -110,7 +110,7 @@ REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
 }
 """Fields of conversations alone."""
-TAKEN_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning", "prediction"})
+IGNORED_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning", "prediction"})
 
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     **REFUSED,
@@ -150,7 +150,7 @@ REPLACED_IN_RESPONSES: dict[str, str] = {
     "reasoning_effort": "reasoning",
 }
 
-TAKEN_IN_RESPONSES = (TAKEN - {"metadata", "store"}) | {"max_tool_calls", "prediction"}
+IGNORED_IN_RESPONSES = (IGNORED - {"metadata", "store"}) | {"max_tool_calls", "prediction"}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -212,7 +212,7 @@ class Body(BaseModel):
     """Fields that are refused, each with the values that are taken, since they change nothing."""
     replaced: ClassVar[dict[str, str]] = REPLACED
     """Refused fields, and the field to send in their place."""
-    taken: ClassVar[frozenset[str]] = frozenset()
+    ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that are known and ignored."""
 
     @model_validator(mode="before")
@@ -221,7 +221,7 @@ class Body(BaseModel):
         """Stop at the first field that is refused: a large body could have more of them than one wants to list."""
         served = _served(cls)
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name in served or name in cls.taken:
+            if name in served or name in cls.ignored:
                 continue
             if name in cls.refused_unless:
                 _check_neutral(name, value, cls.refused_unless[name], cls.replaced.get(name))
@@ -250,7 +250,7 @@ def _served(body: type[Body]) -> frozenset[str]:
 
 @cache
 def _names(body: type[Body]) -> Names:
-    return Names(_served(body) | frozenset(body.refused_unless) | body.taken)
+    return Names(_served(body) | frozenset(body.refused_unless) | body.ignored)
 
 
 def ignored_fields(body: Body, path: str = "") -> Iterator[tuple[str, bool]]:
@@ -260,7 +260,7 @@ def ignored_fields(body: Body, path: str = "") -> Iterator[tuple[str, bool]]:
         Its name, with a point between levels, and whether it is a known one. A name may come several times.
     """
     for name, value in (body.model_extra or {}).items():
-        is_known = name in body.taken or name in body.refused_unless
+        is_known = name in body.ignored or name in body.refused_unless
         if value is not None or not is_known:
             yield path + name, is_known
     for name, value in body.__dict__.items():

@@ -15,9 +15,9 @@ from pydantic_core import PydanticCustomError
 from deployments.http.schemas.chat import MOST_TOOLS, Effort, FunctionName, IsFunction, TemplatedBody, check_different
 from deployments.http.schemas.common import SamplingBody
 from deployments.http.schemas.fields import (
+    IGNORED_IN_RESPONSES,
     REFUSED_IN_RESPONSES,
     REPLACED_IN_RESPONSES,
-    TAKEN_IN_RESPONSES,
     Body,
     kind_of,
 )
@@ -40,7 +40,7 @@ def _only_text(kind: Any) -> Any:
 class InputTextPart(Body):
     """A piece of a message."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
 
     type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"enum": list(_TEXTS)})]
     text: str
@@ -67,7 +67,7 @@ def text_of(content: str | list[InputTextPart]) -> str:
 class MessageItem(Body):
     """What somebody said; the only kind of item that needs no ``type``."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -89,7 +89,7 @@ class ReasoningPart(Body):
 class ReasoningItem(Body):
     """What the assistant thought before its answer."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
@@ -109,7 +109,7 @@ class CallItem(Body):
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {**_BY_PROGRAMS, "async": (False,), "async_": (False,)}
-    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "parsed_arguments"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "parsed_arguments"})
 
     type: Literal["function_call"]
     call_id: CallId
@@ -126,7 +126,7 @@ class ResultItem(Body):
     """What a call gave."""
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = _BY_PROGRAMS
-    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "name"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "name"})
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -183,7 +183,7 @@ class FunctionTool(Body):
         "defer_loading": (False,),
         "allowed_callers": (["direct"],),
     }
-    taken: ClassVar[frozenset[str]] = frozenset({"output_schema"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"output_schema"})
 
     type: IsFunction
     name: FunctionName
@@ -282,7 +282,7 @@ class TextFormat(Body):
 class TextConfig(Body):
     """How the text is written."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"verbosity"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: TextFormat | None = None
 
@@ -290,7 +290,7 @@ class TextConfig(Body):
 class Reasoning(Body):
     """What is thought before the answer; it is shown as it is, without a summary."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
     effort: Effort | None = None
 
@@ -298,7 +298,7 @@ class Reasoning(Body):
 class ResponseStreamOptions(Body):
     """How a stream is sent: in one way, with the usage in its last event."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"include_obfuscation", "include_usage"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation", "include_usage"})
 
 
 class ResponsesBody(TemplatedBody, SamplingBody):
@@ -325,7 +325,7 @@ class ResponsesBody(TemplatedBody, SamplingBody):
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_RESPONSES
     replaced: ClassVar[dict[str, str]] = REPLACED_IN_RESPONSES
-    taken: ClassVar[frozenset[str]] = TAKEN_IN_RESPONSES
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_RESPONSES
 
     input: Input
     store: bool | None = None

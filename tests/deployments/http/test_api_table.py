@@ -12,12 +12,12 @@ from deployments.http.routes.completions import DetokenizeBody, TokenizeBody
 from deployments.http.schemas.chat import ChatBody, CompletionBody, TemplatedBody
 from deployments.http.schemas.common import SamplingBody
 from deployments.http.schemas.fields import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
+    IGNORED_IN_RESPONSES,
     REFUSED,
     REFUSED_IN_MESSAGES,
     REFUSED_IN_RESPONSES,
-    TAKEN,
-    TAKEN_IN_MESSAGES,
-    TAKEN_IN_RESPONSES,
     is_neutral,
 )
 from deployments.http.schemas.responses import ResponsesBody
@@ -26,7 +26,7 @@ from .conftest import Bench
 
 README = (Path(deployments.__file__).parent / "README.md").read_text()
 NAME = re.compile(r"`([a-z_]+)`")
-ROW = re.compile(r"^\| (`[a-z_`, ]+`) \| (served|taken|refused) \| ?(.*?) ?\|$", re.MULTILINE)
+ROW = re.compile(r"^\| (`[a-z_`, ]+`) \| (served|ignored|refused) \| ?(.*?) ?\|$", re.MULTILINE)
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 VALUE = re.compile(r"`([^`]+)`")
 
@@ -40,9 +40,9 @@ def rows(heading: str) -> list[tuple[str, str, str]]:
 def test_every_field_has_one_row_and_it_is_true() -> None:
     table = rows("Completions and chat")
     assert max(Counter(name for name, _, _ in table).values()) == 1
-    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "taken", "refused")}
+    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "ignored", "refused")}
     assert kinds["served"] == set(CompletionBody.model_fields) | set(ChatBody.model_fields)
-    assert kinds["taken"] == TAKEN
+    assert kinds["ignored"] == IGNORED
     assert kinds["refused"] == set(REFUSED)
 
 
@@ -64,10 +64,10 @@ def test_a_field_of_one_kind_of_body_says_so() -> None:
 def test_a_response_has_rows_for_what_is_its_own() -> None:
     table = rows("Responses")
     assert max(Counter(name for name, _, _ in table).values()) == 1
-    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "taken", "refused")}
+    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "ignored", "refused")}
     shared = set(SamplingBody.model_fields) | set(TemplatedBody.model_fields)
     assert kinds["served"] == set(ResponsesBody.model_fields) - shared
-    assert kinds["taken"] == TAKEN_IN_RESPONSES - TAKEN
+    assert kinds["ignored"] == IGNORED_IN_RESPONSES - IGNORED
     assert kinds["refused"] == set(REFUSED_IN_RESPONSES) - set(REFUSED)
     for name, kind, rest in table:
         if kind == "refused":
@@ -78,7 +78,7 @@ def test_a_response_has_rows_for_what_is_its_own() -> None:
 
 def test_messages_and_tokens() -> None:
     told = README.split("In messages ")[1].split("\n\n")[0]
-    assert set(NAME.findall(told)) == TAKEN_IN_MESSAGES | set(REFUSED_IN_MESSAGES)
+    assert set(NAME.findall(told)) == IGNORED_IN_MESSAGES | set(REFUSED_IN_MESSAGES)
     assert {name for name, _, _ in rows("Tokens")} == set(TokenizeBody.model_fields) | set(DetokenizeBody.model_fields)
 
 

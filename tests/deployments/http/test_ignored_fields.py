@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from deployments.http import ApiSettings
-from deployments.http.schemas.fields import REFUSED, REFUSED_IN_COMPLETIONS, REFUSED_IN_MESSAGES, TAKEN, is_neutral
+from deployments.http.schemas.fields import IGNORED, REFUSED, REFUSED_IN_COMPLETIONS, REFUSED_IN_MESSAGES, is_neutral
 
 from .conftest import Bench
 
@@ -111,12 +111,12 @@ async def test_so_it_is_in_messages(refused: Callable[..., Any], name: str) -> N
 
 
 async def test_taken_fields_may_hold_anything(http: httpx2.AsyncClient) -> None:
-    some = sorted(TAKEN)[:30]
+    some = sorted(IGNORED)[:30]
     for value in (MATTERS, [1], "x", 0):
         answer = await http.post("/v1/completions", json=COMPLETION | dict.fromkeys(some, value))
         assert answer.status_code == 200
         assert set(named(answer)) == set(some)
-    assert named(await http.post("/v1/completions", json=COMPLETION | dict.fromkeys(TAKEN))) == []
+    assert named(await http.post("/v1/completions", json=COMPLETION | dict.fromkeys(IGNORED))) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from specdec.checkpoint.compat import check_pair
-from specdec.checkpoint.vocabulary import Translation, translate
+from specdec.checkpoint.vocabulary import VocabularyMapping, translate
 from specdec.core.errors import IncompatiblePairError
 from specdec.drafting.vocabulary_mapping import Translator
 from specdec.models.describe import describe_model, describe_pair
@@ -116,7 +116,7 @@ def test_vocabularies_with_hardly_a_token_in_common_are_refused(
     few = load_tokenizer(ModelSource(str(save_smaller(tmp_path / "few", num_tokens=300))))
     with pytest.raises(IncompatiblePairError, match=r"299 of the target's 4096 tokens in common: at least 10% are"):
         translate(target, few)
-    assert isinstance(translate(smaller, few), Translation)
+    assert isinstance(translate(smaller, few), VocabularyMapping)
 
 
 def test_a_pair_of_two_vocabularies_fits_only_where_that_is_asked_for(tmp_path: Path) -> None:
