@@ -99,9 +99,8 @@ def measure_step(
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ModelLoadError(f"{loaded.name} cannot run a step of the largest size: {reason}") from error
-    if loaded.device.type == "cpu":
-        num_samplers = 1 if mapped_vocab_size is None else 2
-        peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES
+    num_samplers = 1 if mapped_vocab_size is None else 2
+    peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES
     beside = 0 if held_bytes is None else max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
     return StepMemory(peaks, beside if loaded.device.type == "cpu" else 0)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.kernels import fixed
+from specdec.kernels.fixed import Array
 
 NUM_ACCEPTED, FLAGS, NUM_FIXED = 0, 1, 2
 """Columns of a record: accepted draft tokens; flags; then come the run's tokens, and then the path's places."""
@@ -21,7 +21,7 @@ NOT_FINITE = 1
 """Flag of a sequence that met a row whose largest logit was not finite: its tokens mean nothing."""
 _NUM_CANDIDATES = 1024
 # Logits whose thresholds are found at once: that takes some ten times their memory.
-_CPU_NUMBERS_PER_PASS, _GPU_NUMBERS_PER_PASS = 1 << 18, 1 << 24
+_CPU_NUMBERS_PER_PASS, _GPU_NUMBERS_PER_PASS = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def record_width(max_rows: int) -> int:
     return NUM_FIXED + 2 * max_rows
 
 
-def thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def thresholds(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """The least logit that each row keeps, by integer mass: the same on every device.
 
     As in transformers, in this order, each on what the one before has left, normalised anew (vLLM applies min_p first,
@@ -104,65 +104,62 @@ def thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     Tokens that tie with the last one kept are kept too, so that the result depends on no order of sorting.
 
     Args:
-        scaled: float32 [N, V], logits divided by the temperature, each row's largest 0.
-        top_k: int32 [N]; 0 for all.
+        scaled: float32 [N, V], logits divided by the temperature, each row's largest 0. In numpy on a CPU, as all are.
+        top_k: [N]; 0 for all.
         top_p: float64 [N]; 1 for all.
         min_p: float32 [N], its logarithm.
 
     Returns:
         float32 [N]; -inf where a row keeps everything.
     """
-    numbers = _CPU_NUMBERS_PER_PASS if scaled.device.type == "cpu" else _GPU_NUMBERS_PER_PASS
-    num_rows = max(1, numbers // scaled.shape[1])
-    passes = (torch.split(each, num_rows) for each in (scaled, top_k, top_p, min_p))
-    return torch.cat([_thresholds(*rows) for rows in zip(*passes, strict=True)])
+    xp = fixed.module_of(scaled)
+    num_rows = max(1, (_CPU_NUMBERS_PER_PASS if xp is np else _GPU_NUMBERS_PER_PASS) // scaled.shape[1])
+    passes = (slice(at, at + num_rows) for at in range(0, len(scaled), num_rows))
+    found: Array = xp.concatenate([_thresholds(scaled[at], top_k[at], top_p[at], min_p[at]) for at in passes])
+    return found
 
 
-def _thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    vocab_size = scaled.shape[1]
-    top_k = top_k.long().where((top_k > 0) & (top_k < vocab_size), vocab_size)
-    cuts_p = bool((top_p < 1).any())
-    largest_cut = int(top_k.where(top_k < vocab_size, 0).max())
+def _thresholds(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    xp, vocab_size = fixed.module_of(scaled), scaled.shape[1]
+    is_cut, cuts_p = (top_k > 0) & (top_k < vocab_size), bool((top_p < 1).any())
+    last_k = xp.where(is_cut, top_k, 0)
     # Sorting is what truncation costs, and a top_p seldom needs more than the first candidates.
-    num_sorted = min(vocab_size, max(largest_cut, _NUM_CANDIDATES if cuts_p else 0))
+    num_sorted = min(vocab_size, max(int(last_k.max()), _NUM_CANDIDATES if cuts_p else 0))
     if not num_sorted:
         return min_p
-    ordered = _largest(scaled, num_sorted)
-    by_k = ordered.gather(1, top_k[:, None].clamp(max=num_sorted) - 1)
-    by_k = by_k.masked_fill(top_k[:, None] == vocab_size, -torch.inf)
-    least = torch.maximum(by_k[:, 0], min_p)
+    ordered, row = _largest(scaled, num_sorted), xp.arange(len(scaled))
+    by_k = xp.where(is_cut, ordered[row, xp.asarray(last_k, dtype=xp.int64) - 1], -xp.inf)
+    least: Array = xp.maximum(by_k, min_p)
     if not cuts_p:
         return least
-    goal = (top_p[:, None] * _mass(scaled, by_k).sum(1, keepdim=True).double()).ceil().long().clamp(min=1)
+    goal = xp.clip(xp.ceil(top_p * _mass(scaled, by_k).sum(1)), 1, None)
     by_p, found = _nucleus(ordered, by_k, goal)
     # Past the last candidate, what is missing of a row cut by top_k ties with that row's last one.
-    if not bool((found | (top_p >= 1) | (ordered[:, -1] <= by_k[:, 0])).all()):
+    if not bool((found | (top_p >= 1) | (ordered[:, -1] <= by_k)).all()):
         by_p, _ = _nucleus(_largest(scaled, vocab_size), by_k, goal)
-    return torch.maximum(least, by_p.masked_fill(top_p >= 1, -torch.inf))
+    nucleus: Array = xp.maximum(least, xp.where(top_p >= 1, -xp.inf, by_p))
+    return nucleus
 
 
-def _nucleus(ordered: Tensor, by_k: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+def _nucleus(ordered: Array, by_k: Array, goal: Array) -> tuple[Array, Array]:
     """The logit at which the mass of float32 [N, M] reaches a goal, or the last one; and whether it does."""
-    num_short = (_mass(ordered, by_k).cumsum(1) < goal).sum(1, keepdim=True)
-    last = num_short.clamp(max=ordered.shape[1] - 1)
-    return ordered.gather(1, last)[:, 0], num_short[:, 0] < ordered.shape[1]
+    xp, size = fixed.module_of(ordered), ordered.shape[1]
+    num_short = (_mass(ordered, by_k).cumsum(1) < goal[:, None]).sum(1)
+    return ordered[xp.arange(len(ordered)), xp.clip(num_short, None, size - 1)], num_short < size
 
 
-def _mass(scaled: Tensor, least: Tensor) -> Tensor:
-    """What each of float32 [N, V] weighs, 0 for what is below float32 [N, 1]; in numpy on a CPU."""
-    is_here = scaled.device.type == "cpu"
-    whole = torch.from_numpy(fixed.mass(scaled.numpy())) if is_here else fixed.mass(scaled)
-    return whole.masked_fill_(scaled < least, 0)
+def _mass(scaled: Array, least: Array) -> Array:
+    """What each of float32 [N, V] weighs, 0 for what is below [N]."""
+    weights = fixed.mass(scaled)
+    weights *= scaled >= least[:, None]
+    return weights
 
 
-def _largest(values: Tensor, num: int) -> Tensor:
-    """The ``num`` largest of each row of float32 [N, V], in descending order: [N, num].
-
-    On a CPU numpy selects and sorts in vectors, torch does not.
-    """
-    if values.device.type != "cpu":
+def _largest(values: Array, num: int) -> Array:
+    """The ``num`` largest of each row of float32 [N, V], in descending order: [N, num]."""
+    if isinstance(values, Tensor):
         return values.topk(num, dim=1).values
-    array, num_rest = values.detach().numpy(), values.shape[1] - num
+    num_rest = values.shape[1] - num
     if num_rest > 0:
-        array = np.partition(array, num_rest, axis=1)[:, num_rest:]
-    return torch.from_numpy(np.sort(array, axis=1)[:, ::-1].copy())
+        values = np.partition(values, num_rest, axis=1)[:, num_rest:]
+    return np.sort(values, axis=1)[:, ::-1]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.drafts import path_to
@@ -19,7 +20,7 @@ from specdec.core.tokens import followed
 from specdec.core.types import Tokens
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
-from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, row_slices
+from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device, row_slices
 
 
 def verify_coupled(
@@ -152,9 +153,9 @@ def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup
     if random:
         part, rows = _part(logits, groups, random)
         drafts = propose_several(sampler, rows, part, count)
-        for number, i in enumerate(random):
-            drawn = [(int(d.tokens[number]), d.ids[number].tolist(), d.probs[number].tolist()) for d in drafts]
-            found[i] = [Drawn(t, Candidates(tuple(ids), tuple(probs))) for t, ids, probs in drawn]
+        of_rank = [_downloaded(draft.tokens, draft.ids, draft.probs) for draft in drafts]
+        for i, *drawn in zip(random, *of_rank, strict=True):
+            found[i] = [Drawn(token, Candidates(tuple(ids), tuple(probs))) for token, ids, probs in drawn]
     return found
 
 
@@ -214,11 +215,11 @@ def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], 
     if not num_guesses:
         return [Drawn(token) for token in sampler.sample(logits, groups).tolist()]
     ranked = sampler.choose_and_guess(logits, groups, num_guesses)
-    temperatures = torch.tensor([group.spec.sampling.temperature or 1.0 for group in groups], device=logits.device)
+    heats = np.array([group.spec.sampling.temperature or 1.0 for group in groups], dtype=np.float32)
+    (temperatures,) = on_device(logits.device, heats)
     # Where the draft's best is ahead of another by a logit, the target is taken to be e times likelier to say it.
     shares = (ranked.scores * temperatures.unsqueeze(1)).softmax(1)
-    columns = zip(ranked.chosen.tolist(), ranked.tokens.tolist(), shares.tolist(), strict=True)
-    return [_drawn(token, tokens, likelihoods) for token, tokens, likelihoods in columns]
+    return [_drawn(*row) for row in _downloaded(ranked.chosen, ranked.tokens, shares)]
 
 
 def _drawn(token: int, ranked: list[int], likelihoods: list[float]) -> Drawn:
@@ -232,7 +233,7 @@ def _drawn(token: int, ranked: list[int], likelihoods: list[float]) -> Drawn:
 def _draw_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
     draft = propose_truncated(sampler, logits, groups)
     drawn: list[Drawn] = []
-    for token, ids, probs in zip(draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True):
+    for token, ids, probs in _downloaded(draft.tokens, draft.ids, draft.probs):
         possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
         guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
         drawn.append(Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses))
@@ -242,6 +243,16 @@ def _draw_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]
 def _guesses(token: int, ranked: Iterable[int], count: int) -> Tokens:
     """The first of the ranked tokens that are not the one drawn; -1 is none."""
     return tuple(islice((other for other in ranked if other not in (token, -1)), count))
+
+
+def _downloaded(*columns: Tensor) -> list[tuple[Any, ...]]:
+    """For each row of [N] or [N, C] tensors, its numbers and lists, in one transfer: float64 holds every id."""
+    wide = [column.unsqueeze(1) if column.dim() == 1 else column for column in columns]
+    whole = torch.cat([column.double() for column in wide], 1).cpu().numpy()
+    parts = np.split(whole, np.cumsum([column.shape[1] for column in wide])[:-1], axis=1)
+    typed = [p if c.is_floating_point() else p.astype(np.int64) for p, c in zip(parts, columns, strict=True)]
+    flat = [p[:, 0] if c.dim() == 1 else p for p, c in zip(typed, columns, strict=True)]
+    return list(zip(*(part.tolist() for part in flat), strict=True))
 
 
 def _by_rule(groups: Sequence[RowGroup]) -> tuple[list[int], list[int]]:
@@ -254,7 +265,7 @@ def _part(logits: Tensor, groups: Sequence[RowGroup], indexes: list[int]) -> tup
     """Some of the groups, and their rows; no copy where that is all of them."""
     if len(indexes) == len(groups):
         return list(groups), logits
-    numbers = torch.tensor(Rows(groups).numbers(indexes), device=logits.device)
+    (numbers,) = on_device(logits.device, Rows(groups).numbers(indexes))
     return [groups[i] for i in indexes], logits[numbers]
 
 
@@ -263,12 +274,13 @@ def _tensors(candidates: Sequence[Candidates], device: torch.device) -> tuple[Te
     width = max(chain.from_iterable((len(drawn.ids), len(drawn.probs)) for drawn in candidates), default=1)
     ids = _filled([drawn.ids for drawn in candidates], width, np.int64)
     probs = _filled([drawn.probs for drawn in candidates], width, np.float32)
-    return ids.to(device), probs.to(device)
+    ids_on_device, probs_on_device = on_device(device, ids, probs)
+    return ids_on_device, probs_on_device
 
 
-def _filled(lists: Sequence[Sequence[float]], width: int, dtype: type[np.int64 | np.float32]) -> Tensor:
+def _filled(lists: Sequence[Sequence[float]], width: int, dtype: type[np.int64 | np.float32]) -> NDArray[Any]:
     """[number of lists, width], with zeros after the end of each."""
     filled = np.zeros((len(lists), width), dtype=dtype)
     lengths = np.array([len(values) for values in lists], dtype=np.int64)
     filled[np.arange(width) < lengths[:, None]] = [*chain.from_iterable(lists)]
-    return torch.from_numpy(filled)
+    return filled

@@ -8,7 +8,6 @@ Tokens that a request forbids: all but some, and those that would complete a bad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from specdec.core.params import SamplingParams
 from specdec.core.tokens import as_list
 from specdec.core.types import Tokens
 from specdec.sampling.kept import WhileAlive
-from specdec.sampling.rows import RowGroup, Rows
+from specdec.sampling.rows import RowGroup, Rows, on_device
 from specdec.sampling.token_counts import TokenCounts
 
 
@@ -44,29 +43,31 @@ def apply_penalties(logits: Tensor, rows: Rows, token_counts: TokenCounts) -> No
     chosen = rows.using(uses_penalties)
     if not chosen:
         return
-    groups = [rows.groups[i] for i in chosen]
     part, device = rows.part(chosen), logits.device
-    counted = [token_counts.counted(group, logits.shape[1]) for group in groups]
+    counted = [token_counts.counted(group, logits.shape[1]) for group in part.groups]
     fill = [one.undrafted for one in counted]
-    ids = _padded([one.ids for one in counted], fill, device)
-    count = _padded([one.counts for one in counted], fill, device)
-    seen = _padded([one.seen for one in counted], fill, device)
-    strength = torch.tensor(
-        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (g.spec.sampling for g in groups)],
-        device=device,
+    params = [group.spec.sampling for group in part.groups]
+    ids, count, seen, strength, places_of, of_row, offsets, numbers = on_device(
+        device,
+        _padded([one.ids for one in counted], fill),
+        _padded([one.counts for one in counted], fill),
+        _padded([one.seen for one in counted], fill),
+        np.array([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], dtype=np.float32),
+        _padded([np.array(one.places or [-1]) for one in counted], [0] * len(counted)),
+        part.spread(np.arange(len(counted))),
+        part.offsets(),
+        rows.numbers(chosen),
     )
-    of_row = torch.tensor(part.spread(range(len(groups))), device=device)
     factor, reduction = (each.index_select(0, of_row) for each in _penalties(count, seen, strength))
     # Only where a draft token stands does a row differ from the group's first one.
-    drafted = _padded([np.array(one.places or [-1]) for one in counted], [0] * len(counted), device)[of_row]
+    drafted = places_of[of_row]
     places = drafted.clamp(min=0)
-    before = _drafted_before(drafted, places, torch.tensor(part.offsets(), device=device))
+    before = _drafted_before(drafted, places, offsets)
     at = (of_row.unsqueeze(1), places)
     own_factor, own_reduction = _penalties(count[at] + before, seen[at] | (before > 0), strength[of_row])
     factor.scatter_(1, places, own_factor)
     reduction.scatter_(1, places, own_reduction)
-    start = torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1) * logits.shape[1]
-    flat, where = logits.view(-1), ids.index_select(0, of_row) + start
+    flat, where = logits.view(-1), ids.index_select(0, of_row) + numbers.unsqueeze(1) * logits.shape[1]
     old = flat.take(where)
     # One of the two terms is 0: faster than a choice, and as exact.
     new = (old.clamp(min=0) / factor).add_(old.clamp_(max=0).mul_(factor)).sub_(reduction)
@@ -91,13 +92,13 @@ def _drafted_before(drafted: Tensor, places: Tensor, offset: Tensor) -> Tensor:
     return ((places.unsqueeze(2) == drafted.unsqueeze(1)) & is_before.unsqueeze(1)).sum(2)
 
 
-def _padded(lists: Sequence[NDArray[Any]], fill: Sequence[int], device: torch.device) -> Tensor:
+def _padded(lists: Sequence[NDArray[Any]], fill: Sequence[int]) -> NDArray[Any]:
     """[G, longest] of the arrays' type, none of which is empty; filled by repeating one entry of each."""
     padded = np.empty((len(lists), max(map(len, lists))), dtype=lists[0].dtype)
     for row, values, entry in zip(padded, lists, fill, strict=True):
         row[: len(values)] = values
         row[len(values) :] = values[entry]
-    return torch.from_numpy(padded).to(device)
+    return padded
 
 
 class LogitBias:
@@ -116,13 +117,16 @@ class LogitBias:
         chosen = rows.using(lambda params: params.logit_bias)
         if not chosen:
             return
-        part, device = rows.part(chosen), logits.device
+        part = rows.part(chosen)
         arrays = [self._arrays(group.spec.sampling) for group in part.groups]
-        of_row, fill = torch.tensor(part.spread(range(len(arrays))), device=device), [0] * len(arrays)
-        ids = _padded([ids for ids, _ in arrays], fill, device)[of_row]
-        biases = _padded([biases for _, biases in arrays], fill, device)[of_row]
-        place = (torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1), ids)
-        logits[place] += biases
+        fill = [0] * len(arrays)
+        ids, biases, numbers = on_device(
+            logits.device,
+            part.spread(_padded([ids for ids, _ in arrays], fill)),
+            part.spread(_padded([biases for _, biases in arrays], fill)),
+            rows.numbers(chosen),
+        )
+        logits[numbers.unsqueeze(1), ids] += biases
 
     def _arrays(self, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The ids that a request biases, and by how much."""
@@ -154,9 +158,12 @@ def apply_min_tokens(logits: Tensor, rows: Rows) -> None:
             banned_rows.append(range(start, start + num_rows))
             banned.append(np.array(ending))
     if banned:
-        of_row = [i for i, numbers in enumerate(banned_rows) for _ in numbers]
-        at_row = torch.tensor(list(chain.from_iterable(banned_rows)), device=logits.device).unsqueeze(1)
-        logits[at_row, _padded(banned, [0] * len(banned), logits.device)[of_row]] = -torch.inf
+        at_row, tokens = on_device(
+            logits.device,
+            np.concatenate(banned_rows),
+            np.repeat(_padded(banned, [0] * len(banned)), [len(numbers) for numbers in banned_rows], axis=0),
+        )
+        logits[at_row.unsqueeze(1), tokens] = -torch.inf
 
 
 class AllowedTokens:
@@ -181,8 +188,7 @@ class AllowedTokens:
             return
         part, device = rows.part(chosen), logits.device
         masks = torch.stack([self._forbidden(group.spec.sampling, device) for group in part.groups])
-        of_row = torch.tensor(part.spread(range(len(part.groups))), device=device)
-        numbers = torch.tensor(rows.numbers(chosen), device=device)
+        of_row, numbers = on_device(device, part.spread(np.arange(len(part.groups))), rows.numbers(chosen))
         logits[numbers] = logits[numbers].masked_fill_(masks[of_row], -torch.inf)
 
     def _forbidden(self, params: SamplingParams, device: torch.device) -> Tensor:
@@ -212,10 +218,10 @@ def apply_bad_words(logits: Tensor, rows: Rows) -> None:
     ]
     if not banned:
         return
-    place = tuple(torch.tensor(banned, device=logits.device).T)
-    numbers = torch.tensor(sorted({row for row, _ in banned}), device=logits.device)
+    banned_rows, tokens = np.array(banned).T
+    at_row, at_token, numbers = on_device(logits.device, banned_rows, tokens, np.unique(banned_rows))
     before = logits[numbers]
-    logits[place] = -torch.inf
+    logits[at_row, at_token] = -torch.inf
     after = logits[numbers]
     logits[numbers] = torch.where(after.amax(1, keepdim=True) > -torch.inf, after, before)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec.kernels import fixed
 from specdec.kernels.fixed import Array, module_of
+from specdec.sampling.rows import on_device
 
 Words = tuple[Array, Array, Array, Array]
 
@@ -143,5 +144,5 @@ def _call(
     if device.type == "cpu":
         c0, c1, c2, c3, keys = counters
         return philox((c0, c1, c2, c3), keys)
-    t0, t1, t2, t3, on_device = (torch.from_numpy(each.view(np.int64)).to(device) for each in counters)
-    return philox((t0, t1, t2, t3), on_device)
+    t0, t1, t2, t3, tensor_keys = on_device(device, *(each.view(np.int64) for each in counters))
+    return philox((t0, t1, t2, t3), tensor_keys)

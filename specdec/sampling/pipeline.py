@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from specdec.sampling.edits import (
 )
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
-from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device
 from specdec.sampling.token_counts import TokenCounts
 from specdec.structured.compiler import Grammars
 from specdec.structured.matchers import Matchers, apply_masks
@@ -176,7 +177,7 @@ class Sampler:
         part = rows.part(sampled)
         if part is rows:
             return self._noised(logits, part).argmax(1)
-        index = torch.tensor(rows.numbers(sampled), device=logits.device)
+        (index,) = on_device(logits.device, rows.numbers(sampled))
         return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
 
     def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> RankedTokens:
@@ -196,7 +197,7 @@ class Sampler:
         if part is rows:
             scores = self._noised(scores, rows)
         elif sampled:
-            index = torch.tensor(rows.numbers(sampled), device=logits.device)
+            (index,) = on_device(logits.device, rows.numbers(sampled))
             scores = scores.index_copy(0, index, self._noised(scores[index], part))
         best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
         return RankedTokens(scores.argmax(1), torch.where(best > -torch.inf, tokens, -1), best)
@@ -218,7 +219,7 @@ class Sampler:
             return self._scaled(logits, rows).softmax(1)
         probs = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
         if sampled:
-            index = torch.tensor(rows.numbers(sampled), device=logits.device)
+            (index,) = on_device(logits.device, rows.numbers(sampled))
             probs[index] = self._scaled(logits[index], rows.part(sampled)).softmax(1)
         return probs
 
@@ -309,18 +310,20 @@ class Sampler:
         The maximum is taken away first, so that float32 keeps its precision at the top for any temperature.
         """
         scaled = logits - logits.amax(1, keepdim=True)
-        temperatures = [group.spec.sampling.temperature for group in rows.groups]
-        if any(temperature != 1 for temperature in temperatures):
-            scaled /= torch.tensor(rows.spread(temperatures), device=logits.device).unsqueeze(1)
-        truncated = rows.using(_is_truncated)
-        if not truncated:
+        params = [group.spec.sampling for group in rows.groups]
+        of_groups = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], dtype=np.float64)
+        numbers = rows.spread(of_groups.reshape(-1, len(_UNUSED)))
+        is_used = numbers != _UNUSED
+        if not is_used.any():
             return scaled
-        part = rows.part(truncated)
-        if part is rows:
-            return scaled.masked_fill_(scaled < _thresholds(scaled, rows), -torch.inf)
-        index = torch.tensor(rows.numbers(truncated), device=logits.device)
-        chosen = scaled[index]
-        scaled[index] = chosen.masked_fill_(chosen < _thresholds(chosen, part), -torch.inf)
+        truncated = np.flatnonzero(is_used[:, 1:].any(1))
+        of_rows, index = on_device(logits.device, numbers, truncated)
+        if is_used[:, 0].any():
+            scaled /= of_rows[:, :1].float()
+        if len(truncated) == len(scaled):
+            return _truncated(scaled, of_rows)
+        if len(truncated):
+            scaled[index] = _truncated(scaled[index], of_rows[index])
         return scaled
 
     def _noised(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -328,16 +331,19 @@ class Sampler:
         return self._noise.rows(rows.seeds(), rows.positions(), logits.device).add_(self._scaled(logits, rows))
 
 
-def _thresholds(scaled: Tensor, rows: Rows) -> Tensor:
-    """The least logit that each of [N, V] keeps: float32 [N, 1]."""
-    params = rows.spread(group.spec.sampling for group in rows.groups)
-    numbers = torch.tensor([(p.top_k, p.top_p, p.min_p) for p in params], dtype=torch.float64, device=scaled.device)
-    top_k, top_p, min_p = numbers.unbind(1)
-    return thresholds(scaled, top_k, top_p, min_p.log().float()).unsqueeze(1)
+_UNUSED = (1, 0, 1, 0)
+"""Temperature, top_k, top_p and min_p that change nothing."""
 
 
-def _is_truncated(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def _truncated(scaled: Tensor, of_rows: Tensor) -> Tensor:
+    """-inf where [N, V] is truncated, in place, by the four parameters of each row: float64 [N, 4]."""
+    least = of_rows[:, 3].log().float()
+    if scaled.device.type == "cpu":
+        _, top_k, top_p, _ = of_rows.numpy().T
+        found = torch.from_numpy(thresholds(scaled.numpy(), top_k, top_p, least.numpy()))
+    else:
+        found = thresholds(scaled, of_rows[:, 1], of_rows[:, 2], least)
+    return scaled.masked_fill_(scaled < found.unsqueeze(1), -torch.inf)
 
 
 def _is_random(params: SamplingParams) -> bool:

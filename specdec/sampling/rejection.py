@@ -19,7 +19,7 @@ from specdec.core.drafts import children_of, depths
 from specdec.core.types import Tokens
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
-from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device
 
 NUM_DRAFT_CANDIDATES = 32
 _PATH_TOKENS = 256
@@ -117,14 +117,18 @@ def verify_rejection(
     parents = [tree or range(-1, len(g.draft) - 1) for g, tree in zip(groups, trees or [()] * num_groups, strict=True)]
     children = [children_of(tree) for tree in parents]
     most = max((len(nodes) for of_tree in children for nodes in of_tree.values()), default=1)
-    child_rows = torch.tensor(_child_rows(rows, children, most), device=device).view(-1, most)
+    child_rows, tokens, at = on_device(
+        device,
+        np.array(_child_rows(rows, children, most), dtype=np.int64).reshape(-1, most),
+        np.array([token for group in groups for token in (0, *group.draft)], dtype=np.int64),
+        np.array(rows.starts, dtype=np.int64),
+    )
     # A row of nothing for groups without a draft.
     ids, probs = (
         functional.pad(values, (0, 0, 0, 1))
         for values in _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
     )
-    tokens = torch.tensor([token for group in groups for token in (0, *group.draft)], device=device)
-    at, numbers = torch.tensor(rows.starts, device=device), torch.arange(num_groups, device=device)
+    numbers = torch.arange(num_groups, device=device)
     is_done = torch.zeros(num_groups, dtype=torch.bool, device=device)
     weights, by, reached = target_probs[at], torch.zeros(num_groups, dtype=torch.float64, device=device), []
     num_places = 1 + max((max(depths(tree), default=0) for tree in parents), default=0)

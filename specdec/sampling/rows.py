@@ -5,18 +5,19 @@ Large batches of logits in slices, so that what is computed of them takes bounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
-from typing import NamedTuple, TypeVar
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import Tokens
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +60,32 @@ class VerifiedRun(NamedTuple):
 
 
 class Rows:
-    """The groups of a batch laid out over its rows, in order. Builds lists per sequence; nothing here is per token."""
+    """The groups of a batch laid out over its rows, in order: numpy lays out what is per row."""
 
     def __init__(self, groups: Sequence[RowGroup]) -> None:
         self.groups = groups
         self.counts = [1 + len(group.draft) for group in groups]
         *self.starts, self.num_rows = accumulate(self.counts, initial=0)
 
-    def spread(self, values: Iterable[T]) -> list[T]:
-        """One value per group, repeated for each of its rows."""
-        return list(chain.from_iterable(map(repeat, values, self.counts)))
+    def spread(self, values: ArrayLike) -> NDArray[Any]:
+        """One entry per group, repeated for each of its rows."""
+        return np.repeat(np.asarray(values), self.counts, axis=0)
 
     def seeds(self) -> list[int]:
         """Each row's seed."""
-        return self.spread(group.spec.seed for group in self.groups)
+        seeds: list[int] = self.spread(np.array([group.spec.seed for group in self.groups], dtype=np.uint64)).tolist()
+        return seeds
 
     def positions(self) -> list[int]:
         """The absolute position of the token each row chooses."""
-        lengths = [len(group.tokens) for group in self.groups]
-        ranges = (range(length, length + count) for length, count in zip(lengths, self.counts, strict=True))
-        return list(chain.from_iterable(ranges))
+        lengths = self.spread(np.array([len(group.tokens) for group in self.groups], dtype=np.int64))
+        positions: list[int] = (lengths + self.offsets()).tolist()
+        return positions
 
-    def offsets(self) -> list[int]:
+    def offsets(self) -> NDArray[np.int64]:
         """Each row's number within its group: how many draft tokens stand before it."""
-        return list(chain.from_iterable(map(range, self.counts)))
+        offsets: NDArray[np.int64] = np.arange(self.num_rows) - self.spread(np.array(self.starts, dtype=np.int64))
+        return offsets
 
     def using(self, feature: Callable[[SamplingParams], object]) -> list[int]:
         """Indexes of the groups whose parameters use a feature."""
@@ -92,9 +95,30 @@ class Rows:
         """The rows of some groups, numbered from 0."""
         return self if len(indexes) == len(self.groups) else Rows([self.groups[i] for i in indexes])
 
-    def numbers(self, indexes: Sequence[int]) -> list[int]:
-        """The row numbers, in this batch, of some groups."""
-        return list(chain.from_iterable(range(self.starts[i], self.starts[i] + self.counts[i]) for i in indexes))
+    def numbers(self, indexes: Sequence[int]) -> NDArray[np.int64]:
+        """The row numbers, in this batch, of some groups, which are in order."""
+        is_in = np.zeros(len(self.groups), dtype=np.bool_)
+        is_in[list(indexes)] = True
+        return np.flatnonzero(self.spread(is_in))
+
+
+_ALIGNMENT_BYTES = 16
+
+
+def on_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """The same arrays on a device, in one transfer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(values) for values in arrays]
+    sizes = [-(-values.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for values in arrays]
+    starts = list(accumulate(sizes, initial=0))
+    packed = np.zeros(starts[-1], dtype=np.uint8)
+    for start, values in zip(starts, arrays, strict=False):
+        packed[start : start + values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    whole = torch.from_numpy(packed).to(device)
+    return [
+        whole[start : start + values.nbytes].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
+        for start, values in zip(starts, arrays, strict=False)
+    ]
 
 
 MAX_SLICE_BYTES = 128 << 20

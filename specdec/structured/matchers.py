@@ -18,7 +18,7 @@ from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenArray, TokenSequence, as_array, common_prefix_length
 from specdec.core.types import Tokens
 from specdec.sampling.kept import WhileAlive
-from specdec.sampling.rows import RowGroup, Rows
+from specdec.sampling.rows import RowGroup, Rows, on_device
 from specdec.structured.compiler import Grammars, was_not_tried
 
 _MOST_KEPT = 512
@@ -270,7 +270,7 @@ def apply_masks(logits: Tensor, unedited: Tensor, rows: Rows) -> Tensor:
     forbidden = (bits & 1).view(len(bitmask), -1)[:, : logits.shape[1]] == 0
     if len(chosen) == len(rows.groups):
         return _masked(logits, unedited, forbidden)
-    numbers = torch.tensor(rows.numbers(chosen), device=device)
+    (numbers,) = on_device(device, rows.numbers(chosen))
     return logits.index_copy_(0, numbers, _masked(logits[numbers], unedited[numbers], forbidden))
 
 

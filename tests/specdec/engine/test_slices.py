@@ -1,5 +1,6 @@
 """Many rows are sampled slice by slice: the same tokens and log probabilities, in bounded memory."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +9,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling import logprobs, rows
 from specdec.sampling.acceptance import propose, tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.rows import Rows, row_slices
+from specdec.sampling.rows import Rows, on_device, row_slices
 
 VOCAB = 97
 PARAMS = (
@@ -67,3 +68,19 @@ def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, m
     assert decided() == whole
     assert len(sampled) > 5
     assert max(sampled) <= 6
+
+
+def test_arrays_go_to_a_device_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [
+        np.arange(6, dtype=np.int64).reshape(2, 3).T,
+        np.array([True, False, True]),
+        np.zeros((0, 4), dtype=np.int32),
+        np.array([0.5, 1.5, -2.0], dtype=np.float32),
+        np.array([1e300], dtype=np.float64),
+    ]
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: sent.append(tensor) or tensor)
+    for device in ("meta", "cpu"):
+        found = on_device(torch.device(device), *arrays)
+        assert all(torch.equal(tensor, torch.from_numpy(values)) for tensor, values in zip(found, arrays, strict=True))
+    assert len(sent) == 1

@@ -138,7 +138,8 @@ def kept(row: torch.Tensor, params: SamplingParams) -> list[bool]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_truncation_keeps_what_probabilities_keep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "_CPU_NUMBERS_PER_PASS", 9000)
+    for name in ("_CPU_NUMBERS_PER_PASS", "_GPU_NUMBERS_PER_PASS"):
+        monkeypatch.setattr(sample, name, 9000)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     params = [
         SamplingParams(
@@ -154,8 +155,10 @@ def test_truncation_keeps_what_probabilities_keep(seed: int, monkeypatch: pytest
     scaled = logits - logits.amax(1, keepdim=True)
     k, p = torch.tensor([one.top_k for one in params]), torch.tensor([one.top_p for one in params], dtype=torch.float64)
     least = torch.tensor([one.min_p for one in params], dtype=torch.float64).log().float()
-    found = sample.thresholds(scaled, k, p, least)
-    assert (scaled >= found[:, None]).tolist() == [kept(*pair) for pair in zip(scaled, params, strict=True)]
+    expected = [kept(*pair) for pair in zip(scaled, params, strict=True)]
+    assert (scaled >= sample.thresholds(scaled, k, p, least)[:, None]).tolist() == expected
+    in_numpy = sample.thresholds(*(each.numpy() for each in (scaled, k, p, least)))
+    assert (scaled.numpy() >= in_numpy[:, None]).tolist() == expected
 
 
 @interpreted

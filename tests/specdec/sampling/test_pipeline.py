@@ -186,9 +186,6 @@ def test_top_p_finds_its_tokens_beyond_the_first_candidates(
     )
     monkeypatch.setattr(sample, "_NUM_CANDIDATES", num_candidates)
     torch.testing.assert_close(Sampler(300).probs(logits, groups), expected, atol=1e-6, rtol=1e-5)
-    # As on a device without numpy.
-    monkeypatch.setattr(sample, "_largest", lambda values, num: values.topk(num, dim=1).values)
-    torch.testing.assert_close(Sampler(300).probs(logits, groups), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_row_that_keeps_everything_keeps_it_beside_one_that_does_not() -> None:
