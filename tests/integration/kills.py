@@ -202,9 +202,11 @@ class Comparison:
         )
 
 
-def kill_one(service: RunningService, victim: str, rng: random.Random | None = None) -> psutil.Process | None:
-    """End one process of a kind as a crash would; None where none runs."""
-    processes = processes_of(service, victim)
+def kill_one(
+    service: RunningService, victim: str, rng: random.Random | None = None, spared: Sequence[int] = ()
+) -> psutil.Process | None:
+    """End one process of a kind as a crash would; None where none runs but those with the spared ids."""
+    processes = [process for process in processes_of(service, victim) if process.pid not in spared]
     if not processes:
         return None
     process = rng.choice(processes) if rng else processes[0]
@@ -225,17 +227,24 @@ class Aftermath:
     unreachable_s: float
 
 
-def under_kill(service: RunningService, streams: Streams, victim: str) -> Aftermath:
-    """Run all streams, kill one process of a kind once all have begun, and wait until it is replaced."""
-    num_before = len(processes_of(service, victim))
+def under_kill(service: RunningService, streams: Streams, *victims: str) -> Aftermath:
+    """Run all streams, kill a process of each kind named once all have begun, and wait until they are replaced.
+
+    A kind that is named twice loses two processes, at once like all others.
+    """
+    num_before = {victim: len(processes_of(service, victim)) for victim in victims}
     with streams.running() as wait:
         eventually(streams.have_begun, 120, "all streams have begun")
-        killed = kill_one(service, victim)
-        assert killed is not None, f"no {victim} runs"
+        killed: list[int] = []
+        for victim in victims:
+            process = kill_one(service, victim, spared=killed)
+            assert process is not None, f"no {victim} runs"
+            killed.append(process.pid)
         unreachable_s = eventually(lambda: answers(service), 120, "a new request is answered")
         ended = wait()
-    replaced = lambda: len([p for p in processes_of(service, victim) if p.pid != killed.pid]) >= num_before  # noqa: E731
-    eventually(replaced, 120, f"the {victim} is replaced")
+    for victim, number in num_before.items():
+        replaced = lambda v=victim: [p for p in processes_of(service, v) if p.pid not in killed]  # noqa: E731
+        eventually(lambda n=number, r=replaced: len(r()) >= n, 120, f"the {victim} is replaced")
     eventually(service.is_ready, 120, "the service is ready again")
     return Aftermath(ended, unreachable_s)
 
@@ -292,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--demo", default="plain,hybrid", help="pairs, separated by commas")
     parser.add_argument("--replicas", default="1,2", help="replicas of each deployment, separated by commas")
-    parser.add_argument("--victims", default=",".join(VICTIMS))
+    parser.add_argument("--victims", default=",".join(VICTIMS), help="target+router: both at once")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
@@ -317,7 +326,7 @@ def _print_rows(demo: str, replicas: int, options: argparse.Namespace) -> None:
             undisturbed = wait()
         _print_row([demo, replicas, "nobody"], [Aftermath(undisturbed, 0.0)], undisturbed)
         for victim in filter(None, options.victims.split(",")):
-            runs = [under_kill(service, streams, victim) for _ in range(options.runs)]
+            runs = [under_kill(service, streams, *victim.split("+")) for _ in range(options.runs)]
             _print_row([demo, replicas, victim], runs, undisturbed)
         if options.random_kills and replicas > 1:
             rounds, killed = under_random_kills(service, streams, count=options.random_kills, period_s=5.0, seed=1)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.integration.kills import Comparison, Streams, kill_one, start, under_random_kills
+from tests.integration.kills import Comparison, Streams, kill_one, start, under_kill, under_random_kills
 from tests.integration.mixed import mixed_requests
 from tests.integration.running import RunningService, eventually, nothing_held
 
@@ -25,6 +25,17 @@ def service() -> Iterator[RunningService]:
     running = start(replicas=2)
     yield running
     assert running.stop() == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victims", ["target target", "target router", "draft target", "router router"])
+def test_two_deaths_at_once_change_no_stream(service: RunningService, victims: str) -> None:
+    streams = Streams(service.url, service.model, count=8, max_tokens=400)
+    with streams.running() as wait:
+        undisturbed = wait()
+    compared = Comparison.of(under_kill(service, streams, *victims.split()).streams, undisturbed)
+    assert not compared.broken
+    assert compared.is_exact
 
 
 @pytest.mark.timeout(900)
