@@ -31,6 +31,7 @@ class CachedSequence:
         salt: Only sequences with the same salt share prefixes; None keeps this one out of prefix reuse.
         block_digests: Chained digests of its first full, verified blocks.
         state: What recurrent layers keep of it; None where the model has none, or none is held.
+        num_sent: Leading entries of its tables that the device has; those behind them have changed since, or are new.
     """
 
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
@@ -38,6 +39,7 @@ class CachedSequence:
     salt: bytes | None = b""
     block_digests: list[bytes] = field(default_factory=list)
     state: SequenceState | None = None
+    num_sent: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens.array)
@@ -99,20 +101,21 @@ class BlockGroup:
         tail, offset = divmod(length, block_size)
         return bool(offset) and self._num_users[table[tail]] > 1
 
-    def own_tail(self, table: list[int], length: int, block_size: int) -> None:
-        """Make the block that is begun, if one is, writable by its sequence alone."""
+    def own_tail(self, table: list[int], length: int, block_size: int) -> bool:
+        """Make the block that is begun, if one is, writable by its sequence alone; whether it is another one now."""
         tail, offset = divmod(length, block_size)
         if not offset:
-            return
+            return False
         if self._num_users[table[tail]] == 1:
             # Its only user is about to change it: what it was kept for is no longer in it.
             self._forget(table[tail])
-            return
+            return False
         copy = self._take()
         self._copies.append((table[tail], copy))
         self._uncleared.discard(copy)  # the copy overwrites all of it
         self._release(table[tail])
         table[tail] = copy
+        return True
 
     def grow(self, table: list[int], num_blocks: int) -> None:
         """Take blocks until the table has ``num_blocks``."""
@@ -319,8 +322,8 @@ class BlockPool:
             if needed and group.num_free < needed:
                 return False
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            if length > past:
-                group.own_tail(table, past, self.block_size)
+            if length > past and group.own_tail(table, past, self.block_size):
+                sequence.num_sent = min(sequence.num_sent, past // self.block_size)
             group.grow(table, self._num_blocks(group, past, length, num_step_tokens))
         return True
 
@@ -365,6 +368,7 @@ class BlockPool:
             sequence.tokens.truncate(length)
             del sequence.block_digests[length // self.block_size :]
         num_blocks = self.blocks_for(length)
+        sequence.num_sent = min(sequence.num_sent, num_blocks)
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if len(table) > num_blocks:
                 group.cut(table, num_blocks)

@@ -19,7 +19,7 @@ from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.medusa import MedusaHeads
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.kernels.attention_metadata import max_group_numbers
+from specdec.kernels.gather import max_group_numbers
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import StepMemory
 from specdec.sampling.acceptance import verify

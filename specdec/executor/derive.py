@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from specdec.executor.slots import UPDATE_VALUE, UPDATE_WORD, SlotState
@@ -36,6 +37,7 @@ class StepShape:
         max_logits: N.
         max_updates: U, differences of the state that go with a step.
         has_trees: Whether drafts may be trees.
+        has_last_tokens: Whether ``LAST_TOKEN`` may stand for tokens.
     """
 
     max_rows: int
@@ -43,10 +45,13 @@ class StepShape:
     max_logits: int
     max_updates: int
     has_trees: bool = False
+    has_last_tokens: bool = False
 
     @cached_property
     def layout(self) -> Layout:
         """A step's input, all int32.
+
+        R is one more than rows: the last takes the padding.
 
         - ``slot``: [R]; the padding slot for rows that are not there.
         - ``num_tokens``: [R], at least 1; 0 for rows that are not there.
@@ -57,7 +62,7 @@ class StepShape:
           ``NO_PARENT`` for all others. [0] without trees.
         - ``update_word``, ``update_value``: [U]; see :meth:`SlotUpdates.stage`.
         """
-        rows = [Field(name, (self.max_rows,)) for name in ("slot", "num_tokens", "num_drafts", "num_logits")]
+        rows = [Field(name, (self.max_rows + 1,)) for name in ("slot", "num_tokens", "num_drafts", "num_logits")]
         updates = [Field(name, (self.max_updates,)) for name in (UPDATE_WORD, UPDATE_VALUE)]
         parents = Field("parents", (self.max_tokens if self.has_trees else 0,))
         return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, *updates))
@@ -69,11 +74,12 @@ def lay_out(
     padding_slot: int,
     *,
     slots: Sequence[int],
-    num_tokens: Sequence[int],
-    num_drafts: Sequence[int],
-    num_logits: Sequence[int],
+    num_tokens: ArrayLike,
+    num_drafts: ArrayLike,
+    num_logits: ArrayLike,
     tokens: ArrayLike,
     parents: Mapping[int, Sequence[int]] | None = None,
+    is_checked: bool = False,
 ) -> None:
     """Write a step's rows into its input; differences of the state are written by :meth:`SlotUpdates.stage`.
 
@@ -87,41 +93,53 @@ def lay_out(
         num_logits: Of each row, at most its tokens: 0 where it has no drafts, or more than those.
         tokens: All rows' behind one another, int32.
         parents: By index the rows whose drafts are a tree, of each draft the one that it follows, or -1.
+        is_checked: The caller has seen to it that rows are as said, and not more than the shape holds.
 
     Raises:
         ValueError: the rows are not as said, or more than the shape holds.
     """
     n, ids = len(slots), np.asarray(tokens, np.int32)
-    if not n <= shape.max_rows or len(ids) > shape.max_tokens:
-        raise ValueError(
-            f"a step holds {shape.max_rows} rows and {shape.max_tokens} tokens at most, got {n} and {len(ids)}"
-        )
+    if not is_checked:
+        numbers = (np.asarray(values) for values in (num_tokens, num_drafts, num_logits))
+        _check_rows(shape, padding_slot, slots, len(ids), *numbers)
     slot, count, drafts, logits = (arrays[name] for name in ("slot", "num_tokens", "num_drafts", "num_logits"))
     slot[:n], count[:n], drafts[:n], logits[:n] = slots, num_tokens, num_drafts, num_logits
-    slot[n:] = padding_slot
-    for column in (count, drafts, logits):
-        column[n:] = 0
-    count_, drafts_, logits_ = count[:n], drafts[:n], logits[:n]
-    if len(set(slots)) != n or (n and not 0 <= min(slots) <= max(slots) < padding_slot):
-        raise ValueError(f"slots must be in [0, {padding_slot}), none of them twice")
-    if count_.sum() != len(ids) or logits_.sum() > shape.max_logits:
-        raise ValueError(
-            f"num_tokens must add up to the {len(ids)} tokens, and num_logits to {shape.max_logits} at most, got "
-            f"{count_.sum()} and {logits_.sum()}"
-        )
-    is_right = (drafts_ >= 0) & (drafts_ < count_) & (logits_ >= 0) & (logits_ <= count_)
-    is_right &= (drafts_ < logits_) | (drafts_ == 0)
-    if not is_right.all():
-        row = int(is_right.argmin())
-        raise ValueError(
-            f"num_drafts must be less than num_tokens, and num_logits 0 without drafts or in (num_drafts, num_tokens], "
-            f"got {drafts_[row]}, {count_[row]} and {logits_[row]} in row {row}"
-        )
-    arrays["tokens"][: len(ids)] = ids
+    slot[n:], count[n:], drafts[n:], logits[n:] = padding_slot, 0, 0, 0
+    arrays["tokens"][: len(ids)], arrays["tokens"][len(ids) :] = ids, 0
     if shape.has_trees:
         arrays["parents"][:] = NO_PARENT
     if parents:
         _lay_out_trees(shape, arrays, parents)
+
+
+def _check_rows(
+    shape: StepShape,
+    padding_slot: int,
+    slots: Sequence[int],
+    num_ids: int,
+    count: NDArray[Any],
+    drafts: NDArray[Any],
+    logits: NDArray[Any],
+) -> None:
+    n = len(slots)
+    if not n <= shape.max_rows or num_ids > shape.max_tokens:
+        raise ValueError(
+            f"a step holds {shape.max_rows} rows and {shape.max_tokens} tokens at most, got {n} and {num_ids}"
+        )
+    if len(set(slots)) != n or (n and not 0 <= min(slots) <= max(slots) < padding_slot):
+        raise ValueError(f"slots must be in [0, {padding_slot}), none of them twice")
+    if count.sum() != num_ids or logits.sum() > shape.max_logits:
+        raise ValueError(
+            f"num_tokens must add up to the {num_ids} tokens, and num_logits to {shape.max_logits} at most, got "
+            f"{count.sum()} and {logits.sum()}"
+        )
+    is_wrong = (drafts >= count) | (logits > count) | ((drafts >= logits) & (drafts != 0))
+    if is_wrong.any() or min(drafts.min(initial=0), logits.min(initial=0)) < 0:
+        row = int(is_wrong.argmax())
+        raise ValueError(
+            f"num_drafts must be less than num_tokens, and num_logits 0 without drafts or in (num_drafts, num_tokens], "
+            f"got {drafts[row]}, {count[row]} and {logits[row]} in row {row}"
+        )
 
 
 def _lay_out_trees(shape: StepShape, arrays: Arrays, parents: Mapping[int, Sequence[int]]) -> None:
@@ -139,40 +157,45 @@ def _lay_out_trees(shape: StepShape, arrays: Arrays, parents: Mapping[int, Seque
 
 @dataclass(frozen=True, slots=True)
 class DerivedStep:
-    """A step on the device; int32 unless said otherwise. T and N are the bucket's.
+    """A step's tokens on the device; int32. T is the bucket's.
 
     Attributes:
         tokens: [T], what the model reads; 0 for padding.
         position: [T], by which they are rotated; 0 for padding.
-        row: [T], each token's row; -1 for padding.
-        cache_slots: [groups, T], where their keys and values go; in the null block for padding.
-        length: [R], positions that each row has in the cache with all its tokens; 0 for rows that are not there.
-        token_start: [R + 1], each row's first token; the last is how many there are.
-        logit_token: [N], the token of each row of logits; 0 for padding.
+        cache_slots: Of each group [T], where their keys and values go; in the null block for padding.
+        token_end: [R], the end of each row's tokens.
+        attention: Of each group of layers.
+    """
+
+    tokens: Tensor
+    position: Tensor
+    cache_slots: tuple[Tensor, ...]
+    token_end: Tensor
+    attention: tuple[AttentionStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedLogits:
+    """A step's rows of logits on the device; int32 unless said otherwise. N is the bucket's.
+
+    Attributes:
+        token: [N], the token of each row of logits; 0 for padding.
         sequence: [N], its row, where it is sampled from; -1 for padding, and for a prompt's logits before the last.
         chosen_position: [N], the absolute position of the token that it chooses.
         draft: [N], the draft token that it follows; -1 for none.
         parent: [N], the row of logits that chose among others that token; -1 for none.
         first: [R], the first row of logits that is sampled from.
         count: [R], how many are; 0 for none.
-        attention: Of each group of layers.
         by_row: Of the state's fields but the tables each row's, [R, ..], and the rows' slots as ``slot``.
     """
 
-    tokens: Tensor
-    position: Tensor
-    row: Tensor
-    cache_slots: Tensor
-    length: Tensor
-    token_start: Tensor
-    logit_token: Tensor
+    token: Tensor
     sequence: Tensor
     chosen_position: Tensor
     draft: Tensor
     parent: Tensor
     first: Tensor
     count: Tensor
-    attention: tuple[AttentionStep, ...]
     by_row: Tensors
 
 
@@ -192,6 +215,7 @@ class Deriver:
         self._state = state
         tables = len(state.shape.null_blocks)
         self._tables = [state.tensors[f"block_table_{i}"] for i in range(tables)]
+        self._flat_tables = [table.view(-1) for table in self._tables]
         self._by_slot = {
             name: tensor
             for name, tensor in state.tensors.items()
@@ -200,7 +224,8 @@ class Deriver:
         device = self._tables[0].device
         longest = max(shape.max_tokens, shape.max_logits, shape.max_rows)
         self._count_up = torch.arange(longest, dtype=torch.int32, device=device)
-        self._zero = torch.zeros(max(shape.max_rows, 1), dtype=torch.int32, device=device)
+        self._no_span = torch.zeros(shape.max_rows + 1, dtype=torch.int32, device=device)
+        self._no_end = self._no_span - 1
         self._no_tree = torch.full((shape.max_tokens,), NO_TREE, dtype=torch.int32, device=device)
         self._no_word = torch.zeros(shape.max_tokens, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)  # of no dimensions it would not widen the result
@@ -209,96 +234,98 @@ class Deriver:
         """Take the differences that came with an input; before :meth:`derive`."""
         self._state.apply(given[UPDATE_WORD], given[UPDATE_VALUE])
 
-    def derive(self, given: Tensors, num_tokens: int, num_logits: int) -> DerivedStep:
-        """Everything else about a step.
+    def derive(self, given: Tensors, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
+        """What the model reads, and where it reads and writes the cache.
 
         Args:
             given: The input on the device.
             num_tokens: T of the bucket; the rows have no more.
-            num_logits: N of the bucket; the rows want no more.
+            is_padded: False where the rows have just so many.
         """
-        rows = self.shape.max_rows
-        slot, count, drafts, logits = (given[name] for name in ("slot", "num_tokens", "num_drafts", "num_logits"))
-        by_row = {name: tensor.index_select(0, slot) for name, tensor in self._by_slot.items()}
-        start = by_row["num_computed_tokens"]
+        slot, count = given["slot"], given["num_tokens"]
+        start = self._by_slot["num_computed_tokens"].index_select(0, slot)
         token_end = count.cumsum(0, dtype=torch.int32)
         token_start = token_end - count
-
         token = self._count_up[:num_tokens]
-        found = torch.searchsorted(token_end, token, right=True, out_int32=True)
-        is_padding = found >= rows
-        row = found.clamp(max=rows - 1)
-        within = token - token_start.index_select(0, row)
-        place = (start.index_select(0, row) + within).masked_fill(is_padding, 0)
-        given_tokens = given["tokens"][:num_tokens]
-        tokens = torch.where(given_tokens < 0, by_row["last_token"].index_select(0, row), given_tokens)
-        tokens = tokens.masked_fill(is_padding, 0)
+        ends = token_end[:-1] if is_padded else token_end
+        row = torch.searchsorted(ends, token, right=True, out_int32=True)
+        # A row's tokens follow one another in the step and in the cache.
+        place = token + (start - token_start).index_select(0, row)
+        of_slot = slot.index_select(0, row)
+        tokens = given["tokens"][:num_tokens]
+        if self.shape.has_last_tokens:
+            tokens = torch.where(tokens < 0, self._by_slot["last_token"].index_select(0, of_slot), tokens)
+        if is_padded:
+            place = place.masked_fill(row >= self.shape.max_rows, 0)
         position, tree_first, tree_word = place, self._no_tree[:num_tokens], self._no_word[:num_tokens]
         if self.shape.has_trees:
-            plain = (count - drafts).index_select(0, row)
+            within = token - token_start.index_select(0, row)
+            plain = (count - given["num_drafts"]).index_select(0, row)
             position, tree_first, tree_word = self._trees(given["parents"][:num_tokens], within, plain, place)
-
-        tables = [table.index_select(0, slot) for table in self._tables]
         size, width = self._state.shape.block_size, self._state.shape.max_blocks
-        entry = row * width + place // size
-        cache_slots = torch.stack(
-            [
-                (table.view(-1).index_select(0, entry) * size + place % size).masked_fill(is_padding, null * size)
-                for table, null in zip(tables, self._state.shape.null_blocks, strict=True)
-            ]
-        )
-        row = row.masked_fill(is_padding, -1)
-        is_gone = count == 0
-        span_row = self._count_up[:rows].masked_fill(is_gone, -1)
-        no_span = self._zero[:rows]
+        block = place // size
+        entry, offset = torch.add(block, of_slot, alpha=width), torch.sub(place, block, alpha=size)
+        # The padding slot's table is of null blocks.
+        cache_slots = tuple(torch.add(offset, table.index_select(0, entry), alpha=size) for table in self._flat_tables)
+        if is_padded:
+            of_slot = of_slot.masked_fill(row >= self.shape.max_rows, -1)
         attention = tuple(
             AttentionStep(
                 block_table=table,
-                row=row,
+                row=of_slot,
                 place=place,
                 position=position,
                 tree_first=tree_first,
                 tree_word=tree_word,
-                span_row=span_row,
+                span_row=slot,
                 span_start=token_start,
                 span_count=count,
-                span_low=no_span,
-                span_high=no_span - 1,
+                span_low=self._no_span,
+                span_high=self._no_end,
             )
-            for table in tables
+            for table in self._tables
+        )
+        return DerivedStep(
+            tokens=tokens,
+            position=position,
+            cache_slots=cache_slots,
+            token_end=token_end,
+            attention=attention,
         )
 
+    def derive_logits(self, given: Tensors, step: DerivedStep, num_logits: int) -> DerivedLogits:
+        """Which tokens' logits are wanted, and what they are for.
+
+        Args:
+            given: The input on the device.
+            step: What :meth:`derive` made of it.
+            num_logits: N of the bucket; the rows want no more.
+        """
+        slot, drafts, logits = (given[name] for name in ("slot", "num_drafts", "num_logits"))
         sampled = (drafts + 1).masked_fill(logits == 0, 0)
         logit_end = logits.cumsum(0, dtype=torch.int32)
         first = logit_end - sampled
         logit = self._count_up[:num_logits]
-        found = torch.searchsorted(logit_end, logit, right=True, out_int32=True)
-        is_no_logit = found >= rows
-        sequence = found.clamp(max=rows - 1)
+        sequence = torch.searchsorted(logit_end[:-1], logit, right=True, out_int32=True)
+        is_padding = sequence >= self.shape.max_rows
         # A row's logits end where its tokens do.
-        logit_token = logit + (token_end - logit_end).index_select(0, sequence)
-        logit_token = logit_token.masked_fill(is_no_logit, 0)
+        token = logit + (step.token_end - logit_end).index_select(0, sequence)
+        token = token.masked_fill(is_padding, 0)
         order = logit - first.index_select(0, sequence)
-        is_no_draft = (order < 1) | is_no_logit
+        is_no_draft = (order < 1) | is_padding
         parent = logit - 1
         if self.shape.has_trees:
-            of_tree = given["parents"].index_select(0, logit_token)
+            of_tree = given["parents"].index_select(0, token)
             parent = torch.where(of_tree < -1, parent, first.index_select(0, sequence) + 1 + of_tree)
-        return DerivedStep(
-            tokens=tokens,
-            position=position,
-            row=row,
-            cache_slots=cache_slots,
-            length=(start + count).masked_fill(is_gone, 0),
-            token_start=torch.cat((token_start, token_end[-1:])),
-            logit_token=logit_token,
-            sequence=sequence.masked_fill((order < 0) | is_no_logit, -1),
-            chosen_position=(position.index_select(0, logit_token) + 1).masked_fill(is_no_logit, 0),
-            draft=tokens.index_select(0, logit_token).masked_fill(is_no_draft, -1),
+        by_row = {name: tensor.index_select(0, slot) for name, tensor in self._by_slot.items()}
+        return DerivedLogits(
+            token=token,
+            sequence=sequence.masked_fill((order < 0) | is_padding, -1),
+            chosen_position=(step.position.index_select(0, token) + 1).masked_fill(is_padding, 0),
+            draft=step.tokens.index_select(0, token).masked_fill(is_no_draft, -1),
             parent=parent.masked_fill(is_no_draft, -1),
             first=first,
             count=sampled,
-            attention=attention,
             by_row={**by_row, "slot": slot},
         )
 
@@ -323,6 +350,10 @@ class Deriver:
         first = place - number
         position = torch.where(is_tree, first + depth - 1, place)
         return position, first.masked_fill(~is_tree, NO_TREE), word
+
+    def advance_all(self, given: Tensors) -> None:
+        """Move the state past a step by all tokens of all rows; what is not kept of them the host says anew."""
+        self._by_slot["num_computed_tokens"].index_add_(0, given["slot"], given["num_tokens"])
 
     def advance(self, given: Tensors, num_accepted: Tensor, last_token: Tensor) -> None:
         """Move the state past a step: rows that were sampled from by what they accepted, others by all their tokens.

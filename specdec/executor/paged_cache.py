@@ -10,8 +10,7 @@ from transformers.cache_utils import Cache
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.recurrent.pool import StatePool
-from specdec.kernels.attention_metadata import StepPlan
-from specdec.kernels.latent import compact
+from specdec.kernels.attention import GroupStep, address
 from specdec.models.probe import AttentionLayer
 
 
@@ -21,7 +20,7 @@ def group_window(layer: AttentionLayer) -> int | None:
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Pools of keys and values, one pair per layer that caches; written where the step's plan says.
+    """Pools of keys and values, one pair per layer that caches; written where the step says.
 
     Keys are cached as the model hands them over: rotated, at their absolute positions. One more block than the block
     pool knows takes what padding writes.
@@ -37,7 +36,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._latent: set[int] = set()
         self._states = states
-        self._plans: Sequence[StepPlan] = ()
+        self._steps: Sequence[GroupStep] = ()
         self._group_of: dict[int, int] = {}
         windows = [group.window for group in pool.groups]
         for layer in layers:
@@ -56,14 +55,14 @@ class PagedCache(Cache):  # type: ignore[misc]
             for pool in pools:
                 pool.index_fill_(0, index(pool.device), 0.0)
 
-    def begin(self, plans: Sequence[StepPlan]) -> dict[int, StepPlan]:
-        """The step whose keys and values come next: a plan for each group.
+    def begin(self, steps: Sequence[GroupStep]) -> None:
+        """The step whose keys and values come next, one for each group."""
+        self._steps = steps
 
-        Returns:
-            The plan by which each pool of keys is read, by the pool's address.
-        """
-        self._plans = plans
-        return {pools[0].data_ptr(): plans[self._group_of[index]] for index, pools in self._pools.items()}
+    @property
+    def group_of(self) -> dict[int, int]:
+        """By :func:`address` the pools of keys that are not the first group's, and their group."""
+        return {address(pools[0]): group for i, pools in self._pools.items() if (group := self._group_of[i])}
 
     def _pools_of(self, group: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [pools for index, pools in self._pools.items() if self._group_of[index] == group]
@@ -74,7 +73,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Write a step's keys and values.
 
         Args:
-            key_states: [B, H_kv, T, D]; the B x T tokens, flattened, are those of the plan.
+            key_states: [B, H_kv, T, D]; the B x T tokens, flattened, are those of the step.
             value_states: [B, H_kv, T, D_v].
             layer_idx: The layer.
             args: Ignored.
@@ -85,13 +84,13 @@ class PagedCache(Cache):  # type: ignore[misc]
             layer that expands what it caches, only the step's blocks, one after another: [1, H_kv, positions, D and
             D_v].
         """
-        assert self._plans, "begin() comes first"
-        pools, plan = self._pools[layer_idx], self._plans[self._group_of[layer_idx]]
-        slots = plan.slot_mapping(key_states.device)
+        assert self._steps, "begin() comes first"
+        pools, step = self._pools[layer_idx], self._steps[self._group_of[layer_idx]]
+        slots = step.cache_slots(key_states.device)
         for pool, states in zip(pools, (key_states, value_states), strict=True):
             pool.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if layer_idx in self._latent:
-            blocks = compact(plan).blocks(key_states.device)
+            blocks = step.compacted(key_states.device).blocks
             keys, values = (pool.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for pool in pools)
             return keys.unsqueeze(0), values.unsqueeze(0)
         return pools
@@ -144,8 +143,8 @@ class PagedCache(Cache):  # type: ignore[misc]
                 slots.index_copy_(0, destinations, slots.index_select(0, sources))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Longest row before the step."""
-        return max((row.num_computed_tokens for row in self._plans[0].rows), default=0) if self._plans else 0
+        """0, always: positions are given, and masks are not built."""
+        return 0
 
     @property
     def num_bytes(self) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
@@ -15,13 +18,14 @@ from specdec.cache.recurrent.binding import bind
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.cache.recurrent.snapshots import SnapshotPool
-from specdec.core.drafts import depths
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import StepProgress
 from specdec.executor.paged_cache import PagedCache, group_window
-from specdec.kernels.attention import AttentionContext, AttentionKernel, Workspace
-from specdec.kernels.attention_metadata import RowSpan, StepPlan
+from specdec.executor.steps import StepRows, Steps
+from specdec.kernels.attention import AttentionContext
+from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
+from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.slots import AdapterPool, AdapterRun
 from specdec.models.probe import cache_argument
@@ -35,8 +39,9 @@ class RowInput:
         sequence: What is cached of it; room for ``tokens`` is reserved.
         tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
         num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
-        parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them; they
-            are cached one after another, and :meth:`ModelRunner.keep_paths` comes next.
+        parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them, whose
+            logits are wanted like theirs; they are cached one after another, and :meth:`ModelRunner.keep_paths` comes
+            next.
         adapter: Slot of the adapter that they use; None for the model as it is.
     """
 
@@ -57,8 +62,8 @@ class ModelRunner:
         vocab_size: Width of the logits: the tokenizer's vocabulary, where the model's is padded beyond it; the
             model's own by default.
         padding: ``cut`` ends the logits at ``vocab_size``; ``mask`` keeps the model's width and makes them -inf there.
-        kernel: How attention reads the cache; ``auto`` takes torch's variable-length flash attention on a GPU where
-            the model's layers and dtype allow it.
+        kernel: How attention reads the cache, by its name in :func:`~specdec.kernels.segmented.attention_kernel`;
+            ``auto`` takes the best one for the model and its devices.
         num_state_slots: Sequences and branches whose recurrent states can be held at once, for a model that has any.
         window: How far back recurrent states reach.
         states: The recurrent states, in place of slots and window.
@@ -86,7 +91,7 @@ class ModelRunner:
         block_size: int = 16,
         vocab_size: int | None = None,
         padding: Literal["cut", "mask"] = "cut",
-        kernel: AttentionKernel | Literal["auto"] = "auto",
+        kernel: str = "auto",
         num_state_slots: int = 16,
         window: Window | None = None,
         states: StatePool | None = None,
@@ -113,7 +118,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._padding = padding
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
-        self._workspace = Workspace()
+        self._steps = Steps(self.pool, loaded.device)
         self.states: StatePool | SnapshotPool | None = None
         pool = states
         if loaded.recurrent_layers:
@@ -122,7 +127,11 @@ class ModelRunner:
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, self.pool, pool)
         self._cache_argument = cache_argument(loaded.model)
-        self._latent_layers = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
+        latent = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
+        make_kernel = attention_kernel(self._kernel)
+        if make_kernel is GatherAttention:
+            make_kernel = partial(GatherAttention, workspace=Workspace())
+        self._attention = AttentionContext(make_kernel, self._cache.group_of, latent, self.progress)
 
     @property
     def vocab_size(self) -> int:
@@ -130,7 +139,7 @@ class ModelRunner:
         return self._vocab_size if self._padding == "cut" else self.loaded.vocab_size
 
     @property
-    def kernel(self) -> AttentionKernel:
+    def kernel(self) -> str:
         """How attention reads the cache."""
         return self._kernel
 
@@ -260,6 +269,8 @@ class ModelRunner:
         if sequence.state is not None and length < sequence.state.oldest:
             length = 0
         self.pool.truncate(sequence, length)
+        if not sequence.tokens:
+            self._steps.release(sequence)
         if self.states is not None and sequence.state is not None and not sequence.tokens:
             self.states.give_back(sequence.state)
             sequence.state = None
@@ -298,27 +309,35 @@ class ModelRunner:
             ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
                 that the model does not know.
         """
-        tokens, positions, wanted, spans = self._lay_out(rows)
+        logits, finite = self._launch(rows)
+        self.spoilt_rows = _find_spoilt_rows(rows, finite)
+        return self._finish(logits)
+
+    def _launch(self, rows: Sequence[RowInput]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put a step in the device's queue: one upload, and no wait where the kernel needs none.
+
+        Returns:
+            Logits, and bool [tokens + rows of logits]: which of their hidden states, and largest logits, are finite.
+        """
+        own = self._lay_out(rows)
         self.hidden = None
-        device = self.loaded.device
-        plans = []
         for number, group in enumerate(self.pool.groups):
             group.prepare(partial(self._cache.copy_blocks, number), partial(self._cache.clear, number))
-            own = [replace(span, block_ids=row.sequence.tables[number]) for row, span in zip(rows, spans, strict=True)]
-            trash_slot = group.null_block * self.pool.block_size
-            plans.append(StepPlan(own, len(tokens), self.pool.block_size, trash_slot))
-        plan_of = self._cache.begin(plans)
-        states = self._begin_states(rows, spans, len(tokens))
+        step = self._steps.begin([row.sequence for row in rows], own)
+        by_group = self._steps.by_group(step)
+        self._cache.begin(by_group)
+        self._attention.begin(by_group, self._steps.bounds)
+        num_tokens, num_logits = len(own.tokens), int(own.num_logits.sum())
+        states = self._begin_states(rows, own)
         watched = self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens)
-        with watched, self._functions, self._used_adapters(rows, spans, len(tokens)):
+        with watched, self._functions, self._used_adapters(rows, own):
             output = self.loaded.model(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
+                input_ids=step.tokens.unsqueeze(0),
+                position_ids=step.position.unsqueeze(0),
                 use_cache=True,
-                logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
-                attention_context=AttentionContext(
-                    plans[0], self._workspace, self._kernel, self._latent_layers, self.progress, plan_of
-                ),
+                # All are what transformers calls 0; a head must have something to read.
+                logits_to_keep=0 if num_logits == num_tokens else self._steps.logits(step, num_logits).token,
+                attention_context=self._attention,
                 **{self._cache_argument: self._cache},
             )
         for row in rows:
@@ -326,74 +345,57 @@ class ModelRunner:
         for state, after in states:
             state.oldest, state.newest = after.oldest_after, after.length
         logits = output.logits[0]
-        self.spoilt_rows = self._find_spoilt_rows(rows, logits)
-        return self._finish(logits)
+        assert self._finite_tokens is not None, "the model's layers are not run by its base model"
+        return logits, torch.cat((self._finite_tokens, logits.amax(1).isfinite().to(self._finite_tokens.device)))
 
     def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
         self._finite_tokens = output[0][0].isfinite().all(-1)
 
-    def _find_spoilt_rows(self, rows: Sequence[RowInput], logits: torch.Tensor) -> tuple[int, ...]:
-        """One reduction over all tokens and logits and one download; more only where a row is spoilt."""
-        assert self._finite_tokens is not None, "the model's layers are not run by its base model"
-        finite = torch.cat((self._finite_tokens, logits.amax(1).isfinite().to(self._finite_tokens.device)))
-        self._finite_tokens = None
-        if finite.all():
-            return ()
-        sizes = [len(row.tokens) for row in rows] + [row.num_logits for row in rows]
-        is_finite = [bool(part.all()) for part in finite.cpu().split_with_sizes(sizes)]
-        return tuple(i for i in range(len(rows)) if not (is_finite[i] and is_finite[len(rows) + i]))
-
-    def _used_adapters(
-        self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
-    ) -> AbstractContextManager[None]:
+    def _used_adapters(self, rows: Sequence[RowInput], own: StepRows) -> AbstractContextManager[None]:
         """Around the step; rows with the same adapter that lie behind one another are multiplied together."""
+        slots = self.loaded.adapters
+        if slots is None:
+            return nullcontext()
         runs: list[AdapterRun] = []
-        for row, span in zip(rows, spans, strict=True):
-            end = span.start + span.num_new_tokens
-            if row.adapter is not None and runs and runs[-1][0] == row.adapter and runs[-1][2] == span.start:
+        start = 0
+        for row in rows:
+            end = start + len(row.tokens)
+            if row.adapter is not None and runs and runs[-1][0] == row.adapter and runs[-1][2] == start:
                 runs[-1] = row.adapter, runs[-1][1], end
             elif row.adapter is not None:
-                runs.append((row.adapter, span.start, end))
-        slots = self.loaded.adapters
-        return slots.used(runs, num_tokens) if slots is not None and runs else nullcontext()
+                runs.append((row.adapter, start, end))
+            start = end
+        return slots.used(runs, len(own.tokens)) if runs else nullcontext()
 
-    def _begin_states(
-        self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
-    ) -> list[tuple[SequenceState, StateRow]]:
+    def _begin_states(self, rows: Sequence[RowInput], own: StepRows) -> list[tuple[SequenceState, StateRow]]:
         """Tell the recurrent layers of the step; gives each row's state with what becomes of it."""
         if not isinstance(self.states, StatePool):
             return []
         moves: list[tuple[SequenceState, StateRow]] = []
-        for row, span in zip(rows, spans, strict=True):
-            state = row.sequence.state
+        start = 0
+        for row in rows:
+            state, past, count = row.sequence.state, len(row.sequence.tokens), len(row.tokens)
             assert state is not None, "no state is reserved"
-            moves.append((state, state_row(span, state, self.states.window)))
-        self.states.begin(StateStep([after for _, after in moves], num_tokens, self.states.window))
+            moves.append((state, state_row(start, count, past, state, self.states.window)))
+            start += count
+        self.states.begin(StateStep([after for _, after in moves], len(own.tokens), self.states.window))
         for state, after in moves:
             state.oldest = after.length + 1  # until the step is done there is nothing to go back to
         return moves
 
-    def _lay_out(self, rows: Sequence[RowInput]) -> tuple[list[int], list[int], list[int], list[RowSpan]]:
-        """All rows' tokens behind one another, their positions, the indices that want logits, and the spans."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        spans: list[RowSpan] = []
+    def _lay_out(self, rows: Sequence[RowInput]) -> StepRows:
+        """All rows' tokens behind one another, and their numbers."""
         for row in rows:
             self._check(row)
-            past, start = len(row.sequence.tokens), len(tokens)
-            spans.append(RowSpan(start, len(row.tokens), past, row.sequence.block_ids, row.parents))
-            tokens.extend(row.tokens)
-            tree = past + len(row.tokens) - len(row.parents)
-            positions.extend(range(past, tree))
-            positions.extend(tree - 1 + depth for depth in depths(row.parents))
-            wanted.extend(range(len(tokens) - row.num_logits, len(tokens)))
-        if not tokens or len({id(row.sequence) for row in rows}) != len(rows):
+        if not rows or len({id(row.sequence) for row in rows}) != len(rows):
             raise ValueError("rows must not be empty, nor hold a sequence twice")
-        if not 0 <= min(tokens) <= max(tokens) < self.loaded.vocab_size:
+        tokens = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64)
+        if not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
             raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
-        return tokens, positions, wanted, spans
+        counts, cached, logits = np.array([(len(r.tokens), len(r.sequence.tokens), r.num_logits) for r in rows]).T
+        parents = {i: row.parents for i, row in enumerate(rows) if row.parents}
+        return StepRows(tokens.astype(np.int32), counts, cached, logits, parents)
 
     def _check(self, row: RowInput) -> None:
         sequence, num_tokens = row.sequence, len(row.tokens)
@@ -414,32 +416,35 @@ class ModelRunner:
         return logits
 
 
-def _logits_to_keep(wanted: list[int], num_tokens: int, device: torch.device) -> int | torch.Tensor:
-    """What transformers calls so: 0 keeps all, a number that many of the last, which spares a gather."""
-    if wanted and wanted[0] == num_tokens - len(wanted):
-        return len(wanted) if len(wanted) < num_tokens else 0
-    return torch.tensor(wanted, dtype=torch.long, device=device)
+def _find_spoilt_rows(rows: Sequence[RowInput], finite: torch.Tensor) -> tuple[int, ...]:
+    """Waits for one download; for one more only where a row is spoilt."""
+    if finite.all():
+        return ()
+    sizes = [len(row.tokens) for row in rows] + [row.num_logits for row in rows]
+    is_finite = [bool(part.all()) for part in finite.cpu().split_with_sizes(sizes)]
+    return tuple(i for i in range(len(rows)) if not (is_finite[i] and is_finite[len(rows) + i]))
 
 
-def choose_kernel(loaded: LoadedModel) -> AttentionKernel:
-    """The fastest kernel that computes what the model's layers want."""
-    layers = loaded.attention_layers
-    fits = loaded.dtype in (torch.float16, torch.bfloat16) and all(
-        layer.device.type == "cuda" and layer.is_plain and layer.key_dim == layer.value_dim <= 256 for layer in layers
-    )
-    if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in layers):
+def choose_kernel(loaded: LoadedModel) -> str:
+    """The best kernel for what the model's layers want and where they are."""
+    fits = loaded.dtype in (torch.float32, torch.float16, torch.bfloat16) and find_spec("triton") is not None
+    for layer in loaded.attention_layers:
+        fits &= layer.device.type == "cuda" and not layer.is_latent and max(layer.key_dim, layer.value_dim) <= 256
+    if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in loaded.attention_layers):
         return "gather"
-    return "varlen_paged" if torch.nn.attention.current_flash_attention_impl() == "FA3" else "varlen"
+    return "triton"
 
 
-def state_row(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
+def state_row(
+    start: int, num_new_tokens: int, num_computed_tokens: int, state: SequenceState, window: Window
+) -> StateRow:
     """A row as the recurrent layers see it."""
     return StateRow(
-        start=span.start,
-        num_new_tokens=span.num_new_tokens,
-        num_computed_tokens=span.num_computed_tokens,
+        start=start,
+        num_new_tokens=num_new_tokens,
+        num_computed_tokens=num_computed_tokens,
         slot=state.slot,
         oldest=state.oldest,
         newest=state.newest,
-        oldest_after=window.oldest_after(state.oldest, span.num_computed_tokens, span.num_new_tokens),
+        oldest_after=window.oldest_after(state.oldest, num_computed_tokens, num_new_tokens),
     )

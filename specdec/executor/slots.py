@@ -7,7 +7,7 @@ what it accepts, so the host has upper bounds of lengths only.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -128,6 +128,9 @@ class SlotTable(Generic[Key]):
     def __contains__(self, key: object) -> bool:
         return key in self._slot_of
 
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._slot_of)
+
     def __getitem__(self, key: Key) -> int:
         """The slot of a sequence that has one."""
         return self._slot_of[key]
@@ -169,6 +172,11 @@ class SlotUpdates:
         self._no_word = layout.offsets["no_word"]
         self._num_slots = shape.num_slots
         self._pending: list[NDArray[np.int64]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be sent."""
+        return not self._pending
 
     def set(self, name: str, slots: ArrayLike, values: ArrayLike, index: ArrayLike | None = None) -> None:
         """Set items of a field.

@@ -155,6 +155,7 @@ class Staging:
 
     Attributes:
         layout: What a step's input is.
+        words: All of it on the device.
         tensors: The fields on the device, as the newest upload has left them.
     """
 
@@ -162,8 +163,8 @@ class Staging:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.layout = layout
-        self._words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
-        self.tensors = layout.tensors(self._words)
+        self.words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.tensors = layout.tensors(self.words)
         self._free = deque(_HostBuffer(layout, device) for _ in range(depth))
         self._filling: _HostBuffer | None = None
 
@@ -186,7 +187,7 @@ class Staging:
         buffer = self._filling
         if buffer is None:
             raise RuntimeError("begin comes before upload")
-        self._words.copy_(buffer.words, non_blocking=True)
+        self.words.copy_(buffer.words, non_blocking=True)
         buffer.mark()
         self._filling = None
         self._free.append(buffer)

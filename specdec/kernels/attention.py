@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
 
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import StepProgress
-from specdec.kernels.attention_metadata import AttentionGroup, StepPlan
-from specdec.kernels.latent import as_blocks, compact
-from specdec.kernels.varlen import attend_varlen
+from specdec.kernels.latent import Compacted, as_blocks, compact
+from specdec.kernels.segmented import (
+    AttentionKernel,
+    AttentionLayer,
+    AttentionShape,
+    AttentionStep,
+    MakeAttentionKernel,
+)
 
 ATTENTION_NAME = "specdec_paged"
-AttentionKernel = Literal["gather", "varlen", "varlen_paged"]
-"""``gather``: gathered blocks and SDPA, on any device. ``varlen``: torch's variable-length flash attention over
-gathered keys. ``varlen_paged``: the same, reading the block table itself (flash attention 3)."""
 
 FROM_MODULE: Any = object()
 """Stands for a window that the model does not pass, but keeps as an attribute of its attention module."""
@@ -29,48 +30,117 @@ _WITHOUT_EFFECT = frozenset(
 """Keyword arguments that do not change what attention computes from rotated queries and keys."""
 
 
-class Workspace:
-    """Buffers that gathered keys and values are copied into, one of each kind, reused by all layers in turn."""
+class StepBounds(NamedTuple):
+    """The largest step that kernels are made for; see :class:`AttentionShape`."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+    block_size: int
+    max_tokens: int
+    max_rows: int
+    max_length: int
+    has_trees: bool = False
 
-    def rows(self, name: str, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised [num_rows, *like.shape[1:]] of the dtype and device of ``like``."""
-        kind = (name, like.dtype, like.device, like.shape[1:])
-        buffer = self._buffers.get(kind)
-        if buffer is None or len(buffer) < num_rows:
-            buffer = self._buffers[kind] = like.new_empty((num_rows, *like.shape[1:]))
-        return buffer[:num_rows]
+
+class GroupStep:
+    """A step of the layers that keep their blocks together, on each device that has some of them.
+
+    Args:
+        attention: On one device.
+        cache_slots: [T], where keys and values are written, on the same one.
+        block_size: Positions of a block.
+    """
+
+    def __init__(self, attention: AttentionStep, cache_slots: Tensor, block_size: int) -> None:
+        self._block_size = block_size
+        self._attention = {attention.row.device: attention}
+        self._cache_slots = {cache_slots.device: cache_slots.long()}
+        self._first = attention.row.device
+        self._compacted: dict[torch.device, Compacted] = {}
+
+    def attention(self, device: torch.device) -> AttentionStep:
+        """What a layer's attention reads."""
+        if device not in self._attention:
+            self._attention[device] = self._attention[self._first].to(device)
+        return self._attention[device]
+
+    def cache_slots(self, device: torch.device) -> Tensor:
+        """Where a layer's keys and values are written: int64 [T]."""
+        if device not in self._cache_slots:
+            self._cache_slots[device] = self._cache_slots[self._first].to(device)
+        return self._cache_slots[device]
+
+    def compacted(self, device: torch.device) -> Compacted:
+        """The step over the blocks of its own rows alone. Waits for the device."""
+        if device not in self._compacted:
+            self._compacted[device] = compact(self.attention(device), self._block_size)
+        return self._compacted[device]
+
+
+def address(pool: Tensor) -> int:
+    """Tells pools apart, also where they have no memory."""
+    return int(pool.untyped_storage()._cdata)
 
 
 class AttentionContext:
-    """What a model's attention layers need in one step; passed to its forward as ``attention_context``.
+    """What a model's attention layers share; passed to its forward as ``attention_context``.
+
+    Kernels are made when a layer first wants one: one for each group, shape and device. They stay until steps may be
+    larger.
 
     Args:
-        plan: The step's rows, for layers whose blocks are those of the first group.
-        workspace: Shared by all steps of a runner.
-        kernel: How keys are read.
-        latent_layers: Indices of the layers that expand what they cache.
+        make_kernel: How keys are read.
+        groups: By :func:`address` the pools of keys that are not the first group's, and their group.
+        latent_layers: Indices of the layers that expand what they cache, which are of the first group.
         progress: Is told of each layer whose attention is done.
-        plans: By the address of a pool of keys, the plan for its group's blocks, as :meth:`PagedCache.begin` gives it.
     """
 
     def __init__(
         self,
-        plan: StepPlan,
-        workspace: Workspace,
-        kernel: AttentionKernel = "gather",
+        make_kernel: MakeAttentionKernel,
+        groups: Mapping[int, int] | None = None,
         latent_layers: frozenset[int] = frozenset(),
         progress: StepProgress | None = None,
-        plans: Mapping[int, StepPlan] | None = None,
     ) -> None:
-        self.plan = plan
-        self.plans = plans or {}
-        self.workspace = workspace
-        self.kernel = kernel
         self.latent_layers = latent_layers
         self.progress = progress or StepProgress()
+        self._make_kernel = make_kernel
+        self._groups = groups or {}
+        self._bounds: StepBounds | None = None
+        self._steps: Sequence[GroupStep] = ()
+        self._kernels: dict[tuple[object, ...], AttentionKernel] = {}
+        self._is_prepared: set[tuple[object, ...]] = set()
+
+    def begin(self, steps: Sequence[GroupStep], bounds: StepBounds) -> None:
+        """The step whose layers come next, one for each group; it is within ``bounds``."""
+        if bounds != self._bounds:
+            self._bounds = bounds
+            self._kernels.clear()
+        self._is_prepared.clear()
+        self._steps = steps
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a block."""
+        assert self._bounds is not None, "begin comes first"
+        return self._bounds.block_size
+
+    def attend(
+        self, queries: Tensor, key_pool: Tensor, value_pool: Tensor, layer: AttentionLayer, is_latent: bool
+    ) -> Tensor:
+        """A layer's attention, by the kernel for its shape; see :meth:`AttentionKernel.attend`."""
+        assert self._bounds is not None, "begin comes first"
+        group = self._groups.get(address(key_pool), 0) if self._groups else 0
+        device, dtype = queries.device, queries.dtype
+        dims = queries.shape[1], key_pool.shape[2], key_pool.shape[3], value_pool.shape[3]
+        kind = (group, is_latent, device, dtype, *dims)
+        kernel = self._kernels.get(kind)
+        if kernel is None:
+            shape = AttentionShape(*dims, dtype, **self._bounds._asdict())
+            kernel = self._kernels[kind] = self._make_kernel(shape, device)
+        if kind not in self._is_prepared:
+            step = self._steps[group]
+            kernel.prepare(step.compacted(device).step if is_latent else step.attention(device))
+            self._is_prepared.add(kind)
+        return kernel.attend(queries, key_pool, value_pool, layer)
 
 
 def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -100,24 +170,24 @@ def window_of(module: nn.Module, sliding_window: Any) -> int | None:
 
 def paged_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: Any = FROM_MODULE,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     attention_context: AttentionContext | None = None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of a step's new tokens over what the cache holds of their own sequences.
 
     Args:
         module: The attention layer.
-        query: [B, H, T, D]; the B x T tokens, flattened, are those of the plan.
+        query: [B, H, T, D]; the B x T tokens, flattened, are those of the step.
         key: The layer's pool of keys, [blocks, block size, H_kv, D], the step's own already written; of a layer that
             expands what it caches, [1, H_kv, positions, D] for the step's blocks one after another.
         value: The layer's pool of values, [blocks, block size, H_kv, D_v], or expanded likewise.
@@ -142,109 +212,15 @@ def paged_attention(
     batch, num_heads, length, head_dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * length, num_heads, head_dim)
     scaling = head_dim**-0.5 if scaling is None else scaling
-    window = window_of(module, sliding_window)
-    kernel, plan = attention_context.kernel, attention_context.plans.get(key.data_ptr(), attention_context.plan)
-    if attention_context.latent_layers and getattr(module, "layer_idx", None) in attention_context.latent_layers:
-        key, value = as_blocks(key, plan.block_size), as_blocks(value, plan.block_size)
-        plan = compact(plan).plan
-    if kernel == "gather" or plan.has_trees:  # torch's variable-length attention takes no mask
-        output = _gathered(queries, key, value, plan, attention_context.workspace, scaling, window, softcap, s_aux)
-    else:
-        output = attend_varlen(queries, key, value, plan, scaling, window, paged=kernel == "varlen_paged")
+    layer = AttentionLayer(scaling, window_of(module, sliding_window), softcap, s_aux)
+    latent = attention_context.latent_layers
+    is_latent = bool(latent) and getattr(module, "layer_idx", None) in latent
+    if is_latent:
+        key, value = as_blocks(key, attention_context.block_size), as_blocks(value, attention_context.block_size)
+    output = attention_context.attend(queries, key, value, layer, is_latent)
     attention_context.progress.advance()
     # Contiguous, as transformers' own attention gives it: some models take a view.
     return output.contiguous().view(batch, length, num_heads, value.shape[-1]), None
-
-
-def _gathered(
-    queries: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    plan: StepPlan,
-    workspace: Workspace,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Group by group, [N, H, D] -> [N, H, D_v]."""
-    groups = plan.groups(window, queries, key_pool)
-    output: torch.Tensor | None = None
-    if plan.has_padding or len(groups) > 1 or not isinstance(groups[0].queries, slice):
-        output = queries.new_zeros(len(queries), queries.shape[1], value_pool.shape[-1])
-    for group in groups:
-        selected = queries[group.queries]
-        keys = _keys_of(key_pool, group, workspace, "keys")
-        values = _keys_of(value_pool, group, workspace, "values")
-        rows = selected.view(group.num_rows, group.num_queries, *queries.shape[1:])
-        result = _attend(rows, keys, values, group, scaling, softcap, sinks).flatten(0, 1)
-        if output is None:
-            return result
-        output[group.queries] = result
-    assert output is not None
-    return output
-
-
-def _keys_of(pool: torch.Tensor, group: AttentionGroup, workspace: Workspace, name: str) -> torch.Tensor:
-    """A copy of what a group's rows read, [R, S, H_kv, D]."""
-    buffer = workspace.rows(name, len(group.blocks), pool)
-    torch.index_select(pool, 0, group.blocks, out=buffer)
-    slots = buffer.view(group.num_rows, -1, *pool.shape[2:])
-    return slots[:, group.first_key : group.first_key + group.num_keys]
-
-
-def _attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    group: AttentionGroup,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """[R, T, H, D] over [R, S, H_kv, D] -> [R, T, H, D_v], with query heads grouped by the key head they share."""
-    num_rows, num_queries, num_heads, head_dim = queries.shape
-    num_groups = num_heads // keys.shape[2]
-    grouped = queries.view(num_rows, num_queries, -1, num_groups, head_dim)
-    if group.is_packed:
-        q = grouped.permute(0, 2, 3, 1, 4).reshape(num_rows, -1, num_groups * num_queries, head_dim)
-        k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        if sinks is not None:
-            sinks = sinks.view(-1, num_groups).repeat_interleave(num_queries, dim=1).view(1, -1, q.shape[2], 1)
-        result = _dot_product(q, k, v, group, scaling, softcap, sinks)
-        result = result.view(num_rows, -1, num_groups, num_queries, values.shape[-1])
-        return result.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, -1)
-    # One long row: key heads become the batch, and each is seen by its query heads without being copied.
-    q = grouped[0].permute(1, 2, 0, 3)
-    k, v = (x[0].transpose(0, 1).unsqueeze(1).expand(-1, num_groups, -1, -1) for x in (keys, values))
-    sinks = None if sinks is None else sinks.view(-1, num_groups, 1, 1)
-    result = _dot_product(q, k, v, group, scaling, softcap, sinks)
-    return result.permute(2, 0, 1, 3).reshape(1, num_queries, num_heads, -1)
-
-
-def _dot_product(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: AttentionGroup,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Scaled dot-product attention, [.., T, D] over [.., S, D]; term by term where scores are capped or have sinks."""
-    if softcap is None and sinks is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.is_causal, scale=scaling)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if group.is_causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
-    if group.mask is not None:
-        scores = scores + group.mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    return torch.matmul(weights[..., : k.shape[-2]], v)
 
 
 def register_attention() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, cast
 
 import torch
@@ -52,8 +52,8 @@ class AttentionShape:
     Attributes:
         num_heads: H.
         num_kv_heads: H_kv, which divides H.
-        head_dim: D of queries and keys, at most 256.
-        value_dim: D_v of values, at most 256.
+        head_dim: D of queries and keys.
+        value_dim: D_v of values.
         dtype: Of queries, keys and values: float32, float16 or bfloat16.
         block_size: Positions of a block of the cache.
         max_tokens: T, most tokens of a step.
@@ -78,8 +78,6 @@ class AttentionShape:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads: {self.num_heads}, {self.num_kv_heads}")
-        if not 0 < self.head_dim <= 256 or not 0 < self.value_dim <= 256:
-            raise ValueError(f"head_dim and value_dim must be from 1 to 256: {self.head_dim}, {self.value_dim}")
 
     @property
     def group(self) -> int:
@@ -96,15 +94,15 @@ class AttentionStep:
     more span in common over their segments before that: it names any of them, and ends at ``span_high``.
 
     Attributes:
-        block_table: [R, blocks of the longest sequence]: the block of each stretch of positions.
-        row: [T], each token's row; -1 for padding, whose output is 0.
+        block_table: [slots, blocks of the longest sequence]: the block of each stretch of positions.
+        row: [T], each token's row of the block table; -1 for padding, whose output is 0.
         place: [T], where in its sequence's cache the token's key lies; it reads none beyond.
         position: [T], the position by which windows count: that of the token's rotation.
         tree_first: [T], the place of the first token of the token's tree, or ``NO_TREE``.
         tree_word: int64 [T], bit i says that the token reads the tree's token i; its own bit is set.
         span_row: [S], a row of the block table; -1 for a span that is not there.
         span_start: [S], the first token.
-        span_count: [S], how many tokens.
+        span_count: [S], how many tokens; 0 too for a span that is not there.
         span_low: [S], the first segment.
         span_high: [S], the segment before which the span ends; -1 for a row's own span, which ends with its tokens.
     """
@@ -120,6 +118,40 @@ class AttentionStep:
     span_count: Tensor
     span_low: Tensor
     span_high: Tensor
+
+    def to(self, device: torch.device) -> AttentionStep:
+        """The same on another device."""
+        return AttentionStep(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def may_read(
+    keys: Tensor,
+    place: Tensor,
+    position: Tensor,
+    tree: tuple[Tensor, Tensor] | None,
+    window: int | None,
+    key_position: Tensor | None = None,
+) -> Tensor:
+    """Which keys of its own row a token reads: bool, in the shape that the arguments broadcast to.
+
+    Args:
+        keys: Their places.
+        place: The token's; see :class:`AttentionStep`.
+        position: The token's.
+        tree: The token's ``tree_first`` and ``tree_word``; None where there are no trees.
+        window: See :class:`AttentionLayer`.
+        key_position: The keys' positions, where a tree may be deeper than the window; else it counts as inside.
+    """
+    allowed = keys <= place
+    if tree is not None:
+        first, word = tree
+        is_before = keys < first
+        allowed &= is_before | ((word >> (keys - first).clamp(0, MAX_TREE_TOKENS - 1)) & 1).bool()
+        if window is not None and key_position is None:
+            return allowed & ((keys > position - window) | ~is_before)
+    if window is not None:
+        allowed &= (keys if key_position is None else key_position) > position - window
+    return allowed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,20 +194,22 @@ class AttentionKernel(Protocol):
 
 
 MakeAttentionKernel = Callable[[AttentionShape, torch.device], AttentionKernel]
+_KERNELS = {
+    "triton": "specdec.kernels.triton.attention:TritonAttention",
+    "gather": "specdec.kernels.gather:GatherAttention",
+    "reference": "specdec.kernels.segmented:ReferenceAttention",
+}
 
 
 def attention_kernel(name: str) -> MakeAttentionKernel:
-    """The kernel of a name: ``triton``, ``reference``, or ``module:function`` for one of somebody else's.
+    """The kernel of a name: ``triton``, ``gather``, ``reference``, or ``module:function`` for one of somebody else's.
 
     Raises:
         ValueError: there is none of that name.
     """
-    if name == "reference":
-        return ReferenceAttention
-    where = "specdec.kernels.triton.attention:TritonAttention" if name == "triton" else name
-    module, _, attribute = where.partition(":")
+    module, _, attribute = _KERNELS.get(name, name).partition(":")
     if not attribute:
-        raise ValueError(f"attention kernel {name!r} is none of: triton, reference, module:function")
+        raise ValueError(f"attention kernel {name!r} is none of: {', '.join(_KERNELS)}, module:function")
     try:
         return cast(MakeAttentionKernel, getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError) as error:
@@ -227,7 +261,10 @@ class ReferenceAttention:
         keys, values = (pool[blocks].flatten(0, 1)[:end].transpose(0, 1) for pool in (key_pool, value_pool))
         # Queries of a key head side by side: [H_kv, n * group, ..].
         packed = queries.view(len(tokens), shape.num_kv_heads, shape.group, -1).transpose(0, 1).flatten(1, 2)
-        allowed = self._allowed(step, tokens, end, layer.window).repeat_interleave(shape.group, 0)
+        per_token = (step.place, step.position, step.tree_first, step.tree_word)
+        place, position, *tree = (values[tokens].unsqueeze(1) for values in per_token)
+        allowed = may_read(torch.arange(end, device=tokens.device), place, position, (tree[0], tree[1]), layer.window)
+        allowed = allowed.repeat_interleave(shape.group, 0)
         # What no token may read may hold anything: 0 times a NaN would be one.
         is_read = allowed.any(0)
         values = torch.where(is_read[:, None], values, torch.zeros_like(values))
@@ -250,16 +287,6 @@ class ReferenceAttention:
             total, acc = total * fade + torch.exp2(sink - largest), acc * fade.unsqueeze(2)
         result = (acc / total.unsqueeze(2)).to(queries.dtype)
         return result.view(shape.num_kv_heads, len(tokens), shape.group, -1).transpose(0, 1).flatten(1, 2)
-
-    def _allowed(self, step: AttentionStep, tokens: Tensor, end: int, window: int | None) -> Tensor:
-        """Bool [n, end]: which keys each token reads."""
-        key = torch.arange(end, device=tokens.device)
-        first = step.tree_first[tokens].unsqueeze(1)
-        bit = (step.tree_word[tokens].unsqueeze(1) >> (key - first).clamp(0, MAX_TREE_TOKENS - 1)) & 1
-        allowed = (key <= step.place[tokens].unsqueeze(1)) & ((key < first) | (bit == 1))
-        if window is not None:
-            allowed &= (key > step.position[tokens].unsqueeze(1) - window) | (key >= first)
-        return allowed
 
 
 _State = tuple[Tensor, Tensor, Tensor]

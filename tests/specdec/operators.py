@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -38,9 +39,26 @@ WAITS_OR_COPIES = frozenset(
 
 
 class DeviceOnly(TorchDispatchMode):
-    """Fails on each of them. On ``meta`` no operator can hide what it does: a copy to the CPU from there is seen."""
+    """Fails on each of them. On ``meta`` no operator can hide what it does: a copy to the CPU from there is seen.
+
+    Args:
+        staged: What may be copied to.
+
+    Attributes:
+        num_uploads: Copies to ``staged``.
+    """
+
+    def __init__(self, staged: Tensor | None = None) -> None:
+        super().__init__()
+        self._staged = staged
+        self.num_uploads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in WAITS_OR_COPIES:
+        kwargs, name = kwargs or {}, str(func)
+        if name == "aten.copy_.default" and args[0] is self._staged:
+            self.num_uploads += 1
+        elif name == "aten._to_copy.default" and kwargs.get("device", args[0].device) == args[0].device:
+            pass  # of another type
+        elif name in WAITS_OR_COPIES:
             raise AssertionError(f"{func} waits for the device or copies")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -415,6 +415,9 @@ class TritonAttention:
         config: The tile; by default that of the shape.
         num_processors: Streaming multiprocessors; by default the device's.
         split_below: Tiles times key heads below which tiles are split; by default two for each processor.
+
+    Raises:
+        ValueError: head_dim or value_dim is more than 256.
     """
 
     def __init__(
@@ -425,6 +428,8 @@ class TritonAttention:
         num_processors: int | None = None,
         split_below: int | None = None,
     ) -> None:
+        if max(shape.head_dim, shape.value_dim) > 256:
+            raise ValueError(f"head_dim and value_dim must be at most 256: {shape.head_dim}, {shape.value_dim}")
         if num_processors is None:
             is_cuda = device.type == "cuda"
             num_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1

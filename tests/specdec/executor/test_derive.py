@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import depths, path_to
-from specdec.executor.derive import LAST_TOKEN, DerivedStep, Deriver, StepShape, lay_out
+from specdec.executor.derive import LAST_TOKEN, DerivedLogits, DerivedStep, Deriver, StepShape, lay_out
 from specdec.executor.slots import SlotShape, SlotState, SlotUpdates
 from specdec.executor.staging import Field, Layout, Record, Staging
 from specdec.kernels.segmented import NO_TREE
 from tests.specdec.operators import DeviceOnly, Operators
 
 SLOTS = SlotShape(num_slots=6, block_size=4, max_blocks=16, null_blocks=(100, 50))
-STEP = StepShape(max_rows=5, max_tokens=48, max_logits=48, max_updates=128)
-RESULT = Layout((Field("num_accepted", (5,)), Field("last_token", (5,))))
+STEP = StepShape(max_rows=5, max_tokens=48, max_logits=48, max_updates=128, has_last_tokens=True)
+RESULT = Layout((Field("num_accepted", (6,)), Field("last_token", (6,))))
 
 
 @dataclass
@@ -56,9 +56,10 @@ class Device:
             parents={i: row.parents for i, row in enumerate(rows) if row.parents},
         )
 
-    def run(self, num_tokens: int = 48, num_logits: int = 48) -> DerivedStep:
+    def run(self, num_tokens: int = 48, num_logits: int = 48) -> tuple[DerivedStep, DerivedLogits]:
         self.deriver.apply_updates(self.staging.tensors)
-        return self.deriver.derive(self.staging.tensors, num_tokens, num_logits)
+        step = self.deriver.derive(self.staging.tensors, num_tokens)
+        return step, self.deriver.derive_logits(self.staging.tensors, step, num_logits)
 
 
 def random_rows(rng: random.Random, trees: bool) -> list[Row]:
@@ -78,7 +79,8 @@ def random_rows(rng: random.Random, trees: bool) -> list[Row]:
 
 def expected(rows: list[Row], length: list[int], last: list[int], tables: np.ndarray, t: int, n: int) -> dict:
     """The same by loops. ``tables``: [groups, slots, max blocks]."""
-    size, out = SLOTS.block_size, {field.name: [] for field in fields(DerivedStep)}
+    size, out = SLOTS.block_size, {field.name: [] for kind in (DerivedStep, DerivedLogits) for field in fields(kind)}
+    out |= {name: [] for name in ("slot", "span_start")}
     place, first_of_tree, word, cache = [], [], [], [[] for _ in SLOTS.null_blocks]
     start = 0
     for r, row in enumerate(rows):
@@ -88,9 +90,8 @@ def expected(rows: list[Row], length: list[int], last: list[int], tables: np.nda
         ids = [last[row.slot] if token == LAST_TOKEN else token for token in row.tokens]
         out["tokens"] += ids
         out["position"] += positions
-        out["row"] += [r] * len(ids)
-        out["token_start"].append(start)
-        out["length"].append(past + len(ids))
+        out["slot"] += [row.slot] * len(ids)
+        out["span_start"].append(start)
         for i in range(len(ids)):
             place.append(past + i)
             for group, slots in enumerate(cache):
@@ -105,24 +106,24 @@ def expected(rows: list[Row], length: list[int], last: list[int], tables: np.nda
         out["count"].append(sampled)
         for i in range(row.num_logits):
             at, order = len(ids) - row.num_logits + i, i - before
-            out["logit_token"].append(start + at)
+            out["token"].append(start + at)
             out["sequence"].append(r if order >= 0 else -1)
             out["chosen_position"].append(positions[at] + 1)
             out["draft"].append(ids[at] if order > 0 else -1)
             parents = row.parents or range(-1, row.num_drafts - 1)
             out["parent"].append(first + 1 + parents[order - 1] if order > 0 else -1)
         start += len(ids)
+        out["token_end"].append(start)
     token_end = start
-    missing = STEP.max_rows - len(rows)
+    missing = STEP.max_rows + 1 - len(rows)  # with the one that takes padding
     total = len(out["sequence"])
-    out["token_start"] += [token_end] * (missing + 1)
-    out["length"] += [0] * missing
+    out["token_end"] += [token_end] * missing
+    out["span_start"] += [token_end] * missing
     out["first"] += [total] * missing
     out["count"] += [0] * missing
-    padded = {"tokens": 0, "position": 0, "row": -1}
-    for name, fill in padded.items():
+    for name, fill in {"tokens": 0, "position": 0, "slot": -1}.items():
         out[name] += [fill] * (t - token_end)
-    for name, fill in {"logit_token": 0, "sequence": -1, "chosen_position": 0, "draft": -1, "parent": -1}.items():
+    for name, fill in {"token": 0, "sequence": -1, "chosen_position": 0, "draft": -1, "parent": -1}.items():
         out[name] += [fill] * (n - total)
     for null, slots in zip(SLOTS.null_blocks, cache, strict=True):
         slots += [null * size] * (t - token_end)
@@ -130,7 +131,7 @@ def expected(rows: list[Row], length: list[int], last: list[int], tables: np.nda
     out["place"] = place + [0] * (t - token_end)
     out["tree_first"] = first_of_tree + [NO_TREE] * (t - token_end)
     out["tree_word"] = [w - (w >> 63 << 64) for w in word] + [0] * (t - token_end)
-    out["span_row"] = [*range(len(rows))] + [-1] * missing
+    out["span_row"] = [row.slot for row in rows] + [SLOTS.padding_slot] * missing
     out["span_count"] = [len(row.tokens) for row in rows] + [0] * missing
     return out
 
@@ -159,22 +160,23 @@ def test_a_ragged_step_is_what_loops_make_of_it(has_trees: bool) -> None:
         device.staging.upload()
         total = sum(len(row.tokens) for row in rows)
         t, n = rng.randrange(total, 49), rng.randrange(max(1, sum(row.num_logits for row in rows)), 49)
-        step = device.run(t, n)
+        step, logits = device.run(t, n)
         want = expected(rows, length, last, tables, t, n)
-        for name in ("tokens", "position", "row", "cache_slots", "length", "token_start", "logit_token", "sequence"):
+        for name in ("tokens", "position", "token_end"):
             assert getattr(step, name).tolist() == want[name], name
-        for name in ("chosen_position", "draft", "parent", "first", "count"):
-            assert getattr(step, name).tolist() == want[name], name
+        assert [slots.tolist() for slots in step.cache_slots] == want["cache_slots"]
+        for name in ("token", "sequence", "chosen_position", "draft", "parent", "first", "count"):
+            assert getattr(logits, name).tolist() == want[name], name
         for group, attention in enumerate(step.attention):
-            for name in ("row", "place", "position", "tree_first", "tree_word", "span_row", "span_count"):
+            assert attention.row.tolist() == want["slot"]
+            for name in ("place", "position", "tree_first", "tree_word", "span_row", "span_start", "span_count"):
                 assert getattr(attention, name).tolist() == want[name], name
-            assert attention.span_start.tolist() == want["token_start"][:-1]
-            for r, row in enumerate(rows):
-                used = -(-want["length"][r] // 4)
-                assert attention.block_table[r, :used].tolist() == tables[group, row.slot, :used].tolist()
-        assert step.by_row["slot"].tolist()[: len(rows)] == [row.slot for row in rows]
-        accepted = [rng.randrange(row.num_drafts + 1) for row in rows] + [0] * (5 - len(rows))
-        chosen = [rng.randrange(1000) for _ in range(5)]
+            for row in rows:
+                used = -(-(length[row.slot] + len(row.tokens)) // 4)
+                assert attention.block_table[row.slot, :used].tolist() == tables[group, row.slot, :used].tolist()
+        assert logits.by_row["slot"].tolist()[: len(rows)] == [row.slot for row in rows]
+        accepted = [rng.randrange(row.num_drafts + 1) for row in rows] + [0] * (6 - len(rows))
+        chosen = [rng.randrange(1000) for _ in range(6)]
         device.deriver.advance(device.staging.tensors, int32(accepted), int32(chosen))
         for row, more, token in zip(rows, accepted, chosen, strict=False):
             length[row.slot] += len(row.tokens) - row.num_drafts + more
@@ -189,7 +191,7 @@ def test_a_tree_may_be_64_tokens_deep() -> None:
     device.updates.set_blocks(0, 2, 0, [*range(16)])
     device.lay_out([Row(3, [5, 6]), Row(2, [1] * 65, 64, 65, [*range(-1, 63)])])
     device.staging.upload()
-    step = device.run(80, 80)
+    step, _ = device.run(80, 80)
     assert step.position.tolist() == [0, 1, *range(65), *[0] * 13]
     words = step.attention[0].tree_word.tolist()
     assert words[3:67] == [(1 << i + 1) - 1 for i in range(63)] + [-1]
@@ -206,10 +208,10 @@ def test_a_row_takes_its_slot_s_parameters() -> None:
     device.updates.set("penalties", 1, [1.5, 0.5, 0.25])
     device.lay_out([Row(4, [1], 0, 1), Row(1, [2], 0, 1)])
     device.staging.upload()
-    by_row = device.run().by_row
-    assert by_row["temperature"].tolist() == [0.25, 0.5, 0, 0, 0]
-    assert by_row["seed"].tolist() == [-3, 0, 0, 0, 0]
-    assert by_row["penalties"].tolist() == [[1, 0, 0], [1.5, 0.5, 0.25], [1, 0, 0], [1, 0, 0], [1, 0, 0]]
+    by_row = device.run()[1].by_row
+    assert by_row["temperature"].tolist() == [0.25, 0.5, 0, 0, 0, 0]
+    assert by_row["seed"].tolist() == [-3, 0, 0, 0, 0, 0]
+    assert by_row["penalties"].tolist() == [[1, 0, 0], [1.5, 0.5, 0.25], *[[1, 0, 0]] * 4]
 
 
 @pytest.mark.parametrize("has_trees", [False, True])
@@ -246,9 +248,9 @@ def test_what_waits_or_copies_in_a_step_is_seen(name: str, where: str) -> None:
     device = Device(STEP, where)
 
     class Broken(Deriver):
-        def derive(self, given, num_tokens: int, num_logits: int) -> DerivedStep:
+        def derive(self, given, num_tokens: int, **options: bool) -> DerivedStep:
             BREAKS[name](given["slot"])
-            return super().derive(given, num_tokens, num_logits)
+            return super().derive(given, num_tokens, **options)
 
     device.deriver = Broken(STEP, device.state)
     device.lay_out([Row(0, [1])])

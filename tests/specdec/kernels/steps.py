@@ -98,3 +98,24 @@ def make_case(
     ]
     queries = torch.randn(len(row), shape.num_heads, shape.head_dim, generator=generator)
     return Case(shape, step, queries.to(shape.dtype), *(pool.to(shape.dtype) for pool in pools))
+
+
+def spread_step(
+    tables: list[list[int]], starts: list[int], before: list[int], counts: list[int], num_tokens: int
+) -> AttentionStep:
+    """A step without trees; of each row its blocks, first token, positions before the step and tokens of the step."""
+    width = max(map(len, tables))
+    table = torch.tensor([one + [one[-1]] * (width - len(one)) for one in tables], dtype=torch.int32)
+    row, place = torch.full((num_tokens,), -1, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)
+    for i, (start, past, count) in enumerate(zip(starts, before, counts, strict=True)):
+        row[start : start + count] = i
+        place[start : start + count] = torch.arange(past, past + count)
+    spans = torch.tensor([[*range(len(starts))], starts, counts, [0] * len(starts), [-1] * len(starts)])
+    no_tree, no_word = torch.full((num_tokens,), NO_TREE, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64)
+    return AttentionStep(table, row, place, place, no_tree, no_word, *spans.int().unbind())
+
+
+def cache_slots(step: AttentionStep, block_size: int, null_block: int) -> Tensor:
+    """Where a step's tokens are written."""
+    blocks = step.block_table[step.row.clamp(min=0).long(), step.place.long() // block_size]
+    return torch.where(step.row < 0, null_block * block_size, blocks * block_size + step.place % block_size)

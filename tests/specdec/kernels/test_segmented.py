@@ -209,6 +209,6 @@ def test_a_kernel_of_somebody_else_is_found_by_its_name(monkeypatch: pytest.Monk
         outs.append(kernel.attend(case.queries, case.keys, case.values, PLAIN))
     assert not outs[0].any()
     assert torch.equal(outs[1], reference(case, PLAIN, 64))
-    for name in ("gather", "nowhere:Zeros", "somebody:Ones"):
+    for name in ("flash", "nowhere:Zeros", "somebody:Ones"):
         with pytest.raises(ValueError, match=name):
             attention_kernel(name)

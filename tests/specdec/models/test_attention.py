@@ -1,4 +1,4 @@
-"""The attention function's own promises: what it refuses, padded layouts, and the arguments of the flash kernel."""
+"""The attention function's own promises: what it refuses, padded layouts, and that any registered kernel does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.cache.blocks import BlockPool
+from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.core.errors import ModelLoadError
 from specdec.executor.paged_cache import PagedCache
 from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
-from specdec.kernels.attention import AttentionContext, Workspace, paged_attention
-from specdec.kernels.attention_metadata import RowSpan, StepPlan
+from specdec.kernels.attention import AttentionContext, GroupStep, StepBounds, paged_attention
+from specdec.kernels.gather import GatherAttention
 from specdec.models.loading import LoadedModel
+from tests.specdec.kernels.steps import cache_slots, spread_step
 from tests.specdec.models.families import VOCAB_SIZE
 
 Models = Callable[[str], tuple[LoadedModel, PreTrainedModel]]
@@ -38,7 +39,7 @@ def test_a_model_that_drops_the_context_or_makes_a_mask_is_refused() -> None:
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ModelLoadError, match="does not hand the step's context"):
         paged_attention(nn.Identity(), states, states, states, is_causal=True, position_bias=None)
-    context = AttentionContext(StepPlan([RowSpan(0, 3, 0, [0])], 3, 4, 4), Workspace())
+    context = AttentionContext(GatherAttention)
     with pytest.raises(ModelLoadError):
         paged_attention(nn.Identity(), states, states, states, torch.zeros(1, 1, 3, 3), attention_context=context)
 
@@ -55,9 +56,12 @@ def test_a_padded_layout_reads_the_same(models: Models, whole_forward: Whole, fa
     done = [0, 0, 0]
     for lengths in ([7, 2, 17], [4, 1, 3]):
         width = max(lengths) + 1
-        spans = [RowSpan(i * width, n, done[i], tables[i]) for i, n in enumerate(lengths)]
-        plan = StepPlan(spans, 3 * width, 8, trash_slot=12 * 8)
-        cache.begin([plan] * len(pool.groups))
+        step = spread_step(tables, [i * width for i in range(3)], done, lengths, 3 * width)
+        slots = cache_slots(step, 8, 12)
+        by_group = [GroupStep(step, slots, 8)] * len(pool.groups)
+        cache.begin(by_group)
+        context = AttentionContext(GatherAttention, cache.group_of)
+        context.begin(by_group, StepBounds(8, 3 * width, 3, 24))
         padded = torch.full((3, width), 9)
         positions = torch.zeros(3, width, dtype=torch.long)
         for i, n in enumerate(lengths):
@@ -67,7 +71,7 @@ def test_a_padded_layout_reads_the_same(models: Models, whole_forward: Whole, fa
             input_ids=padded,
             position_ids=positions,
             past_key_values=cache,
-            attention_context=AttentionContext(plan, Workspace()),
+            attention_context=context,
         ).logits
         for i, n in enumerate(lengths):
             expected = whole_forward(stock, rows[i])[done[i] : done[i] + n]
@@ -75,68 +79,31 @@ def test_a_padded_layout_reads_the_same(models: Models, whole_forward: Whole, fa
             done[i] += n
 
 
-def flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What torch documents of ``varlen_attn``, row by row: it needs a GPU, and its arguments are ours."""
-    output = torch.empty_like(query)
-    assert enable_gqa == (query.shape[1] != key.shape[-2])
-    assert max_q == int(cu_seq_q.diff().max())
-    for row in range(len(cu_seq_q) - 1):
-        q = query[cu_seq_q[row] : cu_seq_q[row + 1]]
-        if block_table is None:
-            assert cu_seq_k is not None
-            k, v = (x[cu_seq_k[row] : cu_seq_k[row + 1]] for x in (key, value))
-        else:
-            assert seqused_k is not None
-            assert block_table.dtype == seqused_k.dtype == torch.int32
-            k, v = (x[block_table[row].long()].flatten(0, 1)[: seqused_k[row]] for x in (key, value))
-        assert len(k) <= max_k
-        offset = len(k) - len(q)  # queries align with the end of the keys
-        distance = torch.arange(len(q))[:, None] + offset - torch.arange(len(k))
-        seen = (distance >= -window_size[1]) & ((window_size[0] < 0) | (distance <= window_size[0]))
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
-        scores = (q.transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
-        output[cu_seq_q[row] : cu_seq_q[row + 1]] = (scores.softmax(-1) @ v).transpose(0, 1)
-    return output
-
-
-@pytest.mark.parametrize("kernel", ["varlen", "varlen_paged"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_the_flash_kernel_is_called_as_documented(
-    models: Models, whole_forward: Whole, monkeypatch: pytest.MonkeyPatch, family: str, kernel: str
-) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
-    loaded, stock = models(family)
-    runner = ModelRunner(loaded, num_blocks=40, block_size=4, kernel=kernel)
-    rows = [tokens(length, length) for length in (11, 3, 20, 1)]
-    sequences = [runner.new_sequence() for _ in rows]
-    for cut in (0.6, 1.0):
-        inputs = []
-        for sequence, row in zip(sequences, rows, strict=True):
-            new = row[len(sequence) : max(len(sequence) + 1, int(len(row) * cut))]
-            assert runner.reserve(sequence, len(sequence) + len(new) + 5)
-            if new:
-                inputs.append(RowInput(sequence, new, len(new)))
-        logits = runner.forward(inputs).split([row.num_logits for row in inputs])
-        for row, part in zip(inputs, logits, strict=True):
-            expected = whole_forward(stock, row.sequence.tokens)[-row.num_logits :]
-            assert (part - expected).abs().max() <= 1e-4
-
-
 def test_a_cpu_gathers(models: Models) -> None:
     assert choose_kernel(models("llama")[0]) == "gather"
     assert ModelRunner(models("llama")[0], num_blocks=2).kernel == "gather"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_a_registered_kernel_gives_what_gathering_gives(models: Models, family: str) -> None:
+    """Over prompts in pieces, ragged rows and a tree, which any kernel takes."""
+    outputs = []
+    for kernel in ("gather", "reference"):
+        runner = ModelRunner(models(family)[0], num_blocks=60, block_size=4, kernel=kernel)
+        sequences = [runner.new_sequence() for _ in range(3)]
+        steps = [runner_step(runner, sequences, counts, parents) for counts, parents in STEPS]
+        outputs.append(torch.cat(steps))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
+
+
+STEPS = [((20, 3, 9), ()), ((1, 18, 4), (-1, 0, 0)), ((2, 1, 1), ())]
+
+
+def runner_step(
+    runner: ModelRunner, sequences: list[CachedSequence], counts: tuple[int, ...], parents: tuple[int, ...]
+) -> torch.Tensor:
+    rows = []
+    for number, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        assert runner.reserve(sequence, len(sequence) + count)
+        rows.append(RowInput(sequence, tokens(count, count + number), count, parents if number == 2 else ()))
+    return runner.forward(rows)

@@ -10,12 +10,14 @@ from torch import nn
 from specdec.core.types import StepProgress
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
+from specdec.executor import runner as runner_module
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.executor.snapshot_runner import SnapshotRunner
-from specdec.kernels.attention import AttentionContext, Workspace, paged_attention
-from specdec.kernels.attention_metadata import RowSpan, StepPlan
+from specdec.kernels.attention import AttentionContext, GroupStep, StepBounds, paged_attention
+from specdec.kernels.segmented import ReferenceAttention
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.kernels.steps import spread_step
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import make_recurrent
 
@@ -48,12 +50,12 @@ def test_a_model_whose_layers_are_its_own_counts_what_is_read() -> None:
         assert runner.progress.num_layers == num_pieces
 
 
-def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not() -> None:
+def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of the newest layer, seen from another thread while a step runs."""
     loaded = prepare_model(make_model("llama"), "mine")
-    runner = runner_of(loaded)
     seconds = iter(range(1000))
-    runner.progress = StepProgress(lambda: float(next(seconds)))
+    monkeypatch.setattr(runner_module, "StepProgress", lambda: StepProgress(lambda: float(next(seconds))))
+    runner = runner_of(loaded)
     sampler = Sampler(VOCAB_SIZE)
     room = {"max_model_len": 64, "max_num_batched_tokens": 64}
     backends = [kind(runner, sampler, **room) for kind in (ModelTarget, ModelDrafter)]
@@ -82,8 +84,14 @@ def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not() ->
 def test_a_layer_that_is_launched_and_not_done_is_no_progress() -> None:
     """Nothing on the meta device is ever computed."""
     progress = StepProgress()
-    plan = StepPlan([RowSpan(0, 3, 0, [0])], 3, block_size=4, trash_slot=8)
     query, pool = (torch.empty(shape, device="meta") for shape in ((1, 2, 3, 8), (2, 4, 2, 8)))
-    context = AttentionContext(plan, Workspace(), progress=progress)
+
+    class Launched(ReferenceAttention):
+        def attend(self, queries: torch.Tensor, *_: object) -> torch.Tensor:
+            return torch.empty_like(queries)
+
+    context = AttentionContext(Launched, progress=progress)
+    step = spread_step([[0]], [0], [0], [3], 3).to(torch.device("meta"))
+    context.begin([GroupStep(step, step.place, 4)], StepBounds(4, 3, 1, 4))
     paged_attention(nn.Module(), query, pool, pool, sliding_window=None, attention_context=context)
     assert progress.num_layers == 0

@@ -84,7 +84,9 @@ def test_the_paths_of_all_rows_are_kept_by_one_copy_per_tensor(num_rows: int) ->
     sequences = [runner.new_sequence() for _ in range(num_rows)]
     for sequence in sequences:
         runner.reserve(sequence, 1 + len(PARENTS))
-    runner.forward([RowInput(sequence, tokens(1 + len(PARENTS), 1), 1, PARENTS) for sequence in sequences])
+    runner.forward(
+        [RowInput(sequence, tokens(1 + len(PARENTS), 1), 1 + len(PARENTS), PARENTS) for sequence in sequences]
+    )
     with Operators() as seen:
         runner.keep_paths([(sequence, 1, PATH) for sequence in sequences])
     assert seen.names.count("aten.index_copy_.default") == 2 * len(runner.loaded.attention_layers)

@@ -9,7 +9,6 @@ import torch
 import specdec.executor.runner as runner_module
 from specdec.cache.recurrent.slots import SequenceState, Window
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.kernels.attention_metadata import RowSpan
 from specdec.kernels.recurrent_metadata import StateRow
 from specdec.models.loading import prepare_model
 from tests.sizes import sized
@@ -65,10 +64,10 @@ def test_drafts_of_each_length_are_taken_back(
     assert difference <= TOLERANCE
 
 
-def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
+def keep_refused(start: int, count: int, past: int, state: SequenceState, window: Window) -> StateRow:
     """A state that goes on from where it was, whatever was taken back."""
-    row = runner_module_state_row(span, state, window)
-    return replace(row, num_computed_tokens=max(state.newest, span.num_computed_tokens))
+    row = runner_module_state_row(start, count, past, state, window)
+    return replace(row, num_computed_tokens=max(state.newest, past))
 
 
 runner_module_state_row = runner_module.state_row

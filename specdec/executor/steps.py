@@ -1,0 +1,164 @@
+"""The steps of a runner on the device: one upload brings a step's rows, and everything else is derived there.
+
+A sequence has a slot from its first step until it holds nothing, and its block table goes there as differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specdec.cache.blocks import BlockPool, CachedSequence
+from specdec.executor.derive import DerivedLogits, DerivedStep, Deriver, StepShape, lay_out
+from specdec.executor.slots import SlotShape, SlotState, SlotTable, SlotUpdates
+from specdec.executor.staging import Staging
+from specdec.kernels.attention import GroupStep, StepBounds
+
+_MIN_SLOTS, _MIN_BLOCKS, _MIN_TOKENS = 8, 16, 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """A step's rows on the host, int64 [R] each.
+
+    Attributes:
+        tokens: int32 [T], all rows' behind one another.
+        num_tokens: Of each row, at least 1.
+        num_cached: How many tokens come before them.
+        num_logits: How many of the last ones want logits.
+        parents: By index the rows that end with a tree; see :class:`specdec.executor.runner.RowInput`.
+    """
+
+    tokens: NDArray[np.int32]
+    num_tokens: NDArray[np.int64]
+    num_cached: NDArray[np.int64]
+    num_logits: NDArray[np.int64]
+    parents: Mapping[int, Sequence[int]]
+
+
+class Steps:
+    """Brings steps to the device. Memory grows by doubling with the largest step, and the most and longest sequences.
+
+    Args:
+        pool: The blocks.
+        device: Where steps are derived.
+
+    Attributes:
+        staging: The newest shape's.
+    """
+
+    def __init__(self, pool: BlockPool, device: torch.device) -> None:
+        self._pool, self._device = pool, device
+        self._null_blocks = tuple(group.null_block for group in pool.groups)
+        self._make_state(_MIN_SLOTS, _MIN_BLOCKS)
+        self._make_step(StepShape(_MIN_SLOTS, _MIN_TOKENS, _MIN_TOKENS, 128))
+
+    @property
+    def bounds(self) -> StepBounds:
+        """The largest step until memory grows."""
+        shape, state = self._shape, self._state.shape
+        length = state.max_blocks * state.block_size
+        return StepBounds(state.block_size, shape.max_tokens, shape.max_rows, length, shape.has_trees)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Free the slot of a sequence that holds nothing any more, if it has one."""
+        if sequence in self._slots:
+            self._slots.give_back(sequence)
+
+    def begin(self, sequences: Sequence[CachedSequence], rows: StepRows) -> DerivedStep:
+        """Upload a step, and derive its tokens. Waits for nothing on the device.
+
+        Args:
+            sequences: Of each row, none twice, with room for its tokens.
+            rows: The rows.
+        """
+        num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
+        self._make_room(sequences, rows, int(num_blocks.max()))
+        slots = [self._slots[one] if one in self._slots else self._slots.take(one) for one in sequences]
+        for slot, sequence, needed in zip(slots, sequences, num_blocks.tolist(), strict=True):
+            if sequence.num_sent < needed:
+                for group, table in enumerate(sequence.tables):
+                    self._updates.set_blocks(group, slot, sequence.num_sent, table[sequence.num_sent : needed])
+                sequence.num_sent = needed
+        self._set_lengths(np.array(slots), rows)
+        num_drafts = np.zeros(len(slots), np.int64)
+        for row, parents in rows.parents.items():
+            num_drafts[row] = len(parents)
+        arrays, has_updates = self.staging.begin(), not self._updates.is_empty
+        while has_updates and self._updates.stage(arrays):
+            self.staging.upload()
+            self._deriver.apply_updates(self.staging.tensors)
+            arrays = self.staging.begin()
+        lay_out(
+            self._shape,
+            arrays,
+            self._state.shape.padding_slot,
+            slots=slots,
+            num_tokens=rows.num_tokens,
+            num_drafts=num_drafts,
+            num_logits=rows.num_logits,
+            tokens=rows.tokens,
+            parents=rows.parents,
+            is_checked=not rows.parents,
+        )
+        self.staging.upload()
+        given = self.staging.tensors
+        if has_updates:
+            self._deriver.apply_updates(given)
+        step = self._deriver.derive(given, len(rows.tokens), is_padded=False)
+        self._deriver.advance_all(given)
+        return step
+
+    def _set_lengths(self, slots: NDArray[np.int64], rows: StepRows) -> None:
+        """Say how long sequences are that were cut back, or are new, since the device has moved them on."""
+        is_other = self._lengths[slots] != rows.num_cached
+        if is_other.any():
+            self._updates.set("num_computed_tokens", slots[is_other], rows.num_cached[is_other])
+        self._lengths[slots] = rows.num_cached + rows.num_tokens
+
+    def logits(self, step: DerivedStep, num_logits: int) -> DerivedLogits:
+        """The rows of logits of the newest step."""
+        return self._deriver.derive_logits(self.staging.tensors, step, num_logits)
+
+    def by_group(self, step: DerivedStep) -> list[GroupStep]:
+        """A step as each group of layers sees it."""
+        size = self._pool.block_size
+        return [GroupStep(*one, size) for one in zip(step.attention, step.cache_slots, strict=True)]
+
+    def _make_room(self, sequences: Sequence[CachedSequence], rows: StepRows, num_blocks: int) -> None:
+        state, shape = self._state.shape, self._shape
+        num_new = sum(sequence not in self._slots for sequence in sequences)
+        if num_new > self._slots.num_free or num_blocks > state.max_blocks:
+            for sequence in self._slots:
+                sequence.num_sent = 0
+            num_slots = max(state.num_slots, _power_of_two(len(self._slots) + num_new))
+            self._make_state(num_slots, max(state.max_blocks, _power_of_two(num_blocks)))
+        num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, len(rows.tokens))
+        has_trees = shape.has_trees or bool(rows.parents)
+        if (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees):
+            num_rows, num_tokens = _power_of_two(num_rows), _power_of_two(num_tokens)
+            self._make_step(StepShape(num_rows, num_tokens, num_tokens, 128 + 4 * num_rows, has_trees))
+        elif state is not self._state.shape:
+            self._make_step(shape)
+
+    def _make_state(self, num_slots: int, max_blocks: int) -> None:
+        """Memory for sequences; none has a slot yet."""
+        shape = SlotShape(num_slots, self._pool.block_size, max_blocks, self._null_blocks)
+        self._slots = SlotTable[CachedSequence](num_slots)
+        self._updates = SlotUpdates(shape)
+        self._state = SlotState(shape, self._device)
+        self._lengths = np.zeros(num_slots, np.int64)  # as the device has them
+
+    def _make_step(self, shape: StepShape) -> None:
+        self._shape = shape
+        self.staging = Staging(shape.layout, self._device)
+        self._deriver = Deriver(shape, self._state)
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (number - 1).bit_length()
