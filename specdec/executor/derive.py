@@ -208,11 +208,12 @@ class Deriver:
 
     Attributes:
         shape: Of the steps.
+        state: As given.
     """
 
     def __init__(self, shape: StepShape, state: SlotState) -> None:
         self.shape = shape
-        self._state = state
+        self.state = state
         tables = len(state.shape.null_blocks)
         self._tables = [state.tensors[f"block_table_{i}"] for i in range(tables)]
         self._flat_tables = [table.view(-1) for table in self._tables]
@@ -232,7 +233,7 @@ class Deriver:
 
     def apply_updates(self, given: Tensors) -> None:
         """Take the differences that came with an input; before :meth:`derive`."""
-        self._state.apply(given[UPDATE_WORD], given[UPDATE_VALUE])
+        self.state.apply(given[UPDATE_WORD], given[UPDATE_VALUE])
 
     def derive(self, given: Tensors, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
         """What the model reads, and where it reads and writes the cache.
@@ -262,7 +263,7 @@ class Deriver:
             within = token - token_start.index_select(0, row)
             plain = (count - given["num_drafts"]).index_select(0, row)
             position, tree_first, tree_word = self._trees(given["parents"][:num_tokens], within, plain, place)
-        size, width = self._state.shape.block_size, self._state.shape.max_blocks
+        size, width = self.state.shape.block_size, self.state.shape.max_blocks
         block = place // size
         entry, offset = torch.add(block, of_slot, alpha=width), torch.sub(place, block, alpha=size)
         # The padding slot's table is of null blocks.

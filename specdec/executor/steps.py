@@ -19,6 +19,7 @@ from specdec.executor.staging import Staging
 from specdec.kernels.attention import GroupStep, StepBounds
 
 _MIN_SLOTS, _MIN_BLOCKS, _MIN_TOKENS = 8, 16, 16
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,15 @@ class Steps:
             sequences: Of each row, none twice, with room for its tokens.
             rows: The rows.
         """
+        try:
+            return self._begin(sequences, rows)
+        except Exception:  # memory ran out, say: what the device has of this step is not known, and is sent anew
+            self._lengths[:] = _UNKNOWN
+            for sequence in self._slots:
+                sequence.num_sent = 0
+            raise
+
+    def _begin(self, sequences: Sequence[CachedSequence], rows: StepRows) -> DerivedStep:
         num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
         self._make_room(sequences, rows, int(num_blocks.max()))
         slots = [self._slots[one] if one in self._slots else self._slots.take(one) for one in sequences]
@@ -133,30 +143,31 @@ class Steps:
         state, shape = self._state.shape, self._shape
         num_new = sum(sequence not in self._slots for sequence in sequences)
         if num_new > self._slots.num_free or num_blocks > state.max_blocks:
-            for sequence in self._slots:
-                sequence.num_sent = 0
             num_slots = max(state.num_slots, _power_of_two(len(self._slots) + num_new))
+            held = list(self._slots)
             self._make_state(num_slots, max(state.max_blocks, _power_of_two(num_blocks)))
+            for sequence in held:
+                sequence.num_sent = 0
         num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, len(rows.tokens))
         has_trees = shape.has_trees or bool(rows.parents)
-        if (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees):
+        is_too_small = (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees)
+        if is_too_small:
             num_rows, num_tokens = _power_of_two(num_rows), _power_of_two(num_tokens)
             self._make_step(StepShape(num_rows, num_tokens, num_tokens, 128 + 4 * num_rows, has_trees))
-        elif state is not self._state.shape:
+        elif self._deriver.state is not self._state:
             self._make_step(shape)
 
     def _make_state(self, num_slots: int, max_blocks: int) -> None:
         """Memory for sequences; none has a slot yet."""
         shape = SlotShape(num_slots, self._pool.block_size, max_blocks, self._null_blocks)
+        self._state = SlotState(shape, self._device)
         self._slots = SlotTable[CachedSequence](num_slots)
         self._updates = SlotUpdates(shape)
-        self._state = SlotState(shape, self._device)
         self._lengths = np.zeros(num_slots, np.int64)  # as the device has them
 
     def _make_step(self, shape: StepShape) -> None:
-        self._shape = shape
-        self.staging = Staging(shape.layout, self._device)
-        self._deriver = Deriver(shape, self._state)
+        staging, deriver = Staging(shape.layout, self._device), Deriver(shape, self._state)
+        self._shape, self.staging, self._deriver = shape, staging, deriver
 
 
 def _power_of_two(number: int) -> int:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specdec.cache.blocks import CachedSequence
+from specdec.executor.derive import Deriver
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.models.loading import LoadedModel, prepare_model
@@ -111,9 +115,27 @@ def test_a_model_s_passes_through_triton_give_what_gathering_gives() -> None:
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_tables_on_the_device_are_those_of_the_sequences() -> None:
-    """Over sequences that come, fork, are cut back, reuse prefixes and go; steps and slots grow on the way."""
+def test_tables_on_the_device_are_those_of_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over sequences that come, fork, are cut back, reuse prefixes and go, and steps that fail on their way there.
+
+    Steps and slots grow meanwhile.
+    """
     rng = random.Random(3)
+    failing = dict.fromkeys(("apply_updates", "derive", "advance_all"), 0)
+
+    def failing_method(name: str) -> Callable[..., Any]:
+        real = getattr(Deriver, name)
+
+        def method(*args: Any, **options: Any) -> Any:
+            if failing[name]:
+                failing[name] -= 1
+                raise torch.OutOfMemoryError(name)
+            return real(*args, **options)
+
+        return method
+
+    for name in failing:
+        monkeypatch.setattr(Deriver, name, failing_method(name))
     runner = runner_of(on(CPU, "mistral"))
     kept: list[CachedSequence] = []
     for _ in range(150):
@@ -138,7 +160,12 @@ def test_tables_on_the_device_are_those_of_the_sequences() -> None:
             runner.free(kept.pop(rng.randrange(len(kept))))
             continue
         before = [len(row.sequence) for row in rows]
-        runner.forward(rows)
+        if rng.random() < 0.3:
+            failing[rng.choice(list(failing))] += 1
+        while True:
+            with suppress(torch.OutOfMemoryError):
+                runner.forward(rows)
+                break
         state = runner._steps._state
         for row, past in zip(rows, before, strict=True):
             slot, end = runner._steps._slots[row.sequence], past + len(row.tokens)
