@@ -255,6 +255,7 @@ class HeadDrafter:
         ranks = {(node.place, node.rank) for node in self._shape}
         self._num_ranks = [sum(place == at for place, _ in ranks) for at in range(self._most)]
 
+    @torch.inference_mode()
     def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, TokenSequence]]) -> list[Draft]:
         """A draft for each sequence; the heads know its last token only by what made the model choose it.
 
