@@ -24,7 +24,7 @@ TORCH_INDEX ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu \
+.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu test-versions \
 	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
 	check format bench soak clean
 
@@ -40,6 +40,7 @@ help:
 	@echo "make test-clients     schemathesis, guidellm, a browser, and the clients of tests/clients; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
 	@echo "make test-gpu         kernels, noise and decisions on a CUDA device, against the CPU's"
+	@echo "make test-versions    the fast tests with the oldest torch and transformers: ARGS='python3.12 python3.13'; 8 GB each"
 	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
 	@echo "make check            format, lint, types, import layers"
 	@echo "make bench            speculation modes compared on the same work"
@@ -99,6 +100,9 @@ test-monitoring: $(DEV)
 test-gpu: $(DEV)
 	@$(PYTEST) tests/gpu $(ARGS)
 
+test-versions:
+	@.ci/versions $(ARGS)
+
 # Ten slices of what is too long for every change; .ci/slices says what each is.
 slice-statistics: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/sampling tests/thorough/engine/test_{rules,branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
@@ -151,7 +155,7 @@ bench: $(SERVE)
 	@$(BIN)/python -m benchmarks.modes $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .durations
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .durations
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A command of that name is not enough: it may be a version manager's stand-in, or lack the venv module.

@@ -1,4 +1,4 @@
-"""The state of sequences on the device, by slot: a sequence has one from admission on, and keeps it.
+"""The state of sequences on the device, by slot: a sequence has one from its first step until it holds nothing.
 
 The host has a copy of what it has set itself, and sends differences. The device advances lengths and last tokens by
 what it accepts, so the host has upper bounds of lengths only.

@@ -80,14 +80,15 @@ def assert_texts_are_its_own(
     drafter, _, drafting = build_drafter(draft, options, source)
     match feature:
         case "kills":
-            makers = [partial(ModelRunner, one.loaded, num_blocks=300, block_size=4) for one in (built, drafting)]
+            of_target = partial(ModelRunner, built.loaded, num_blocks=300, block_size=4)
+            of_draft = partial(ModelRunner, drafting.loaded, num_blocks=300, block_size=4)
             for case in cases:  # time passes by steps there, and not while a grammar is compiled
                 if case.sampling.grammar is not None:
                     matcher_source().check(case.sampling.grammar)
             counts: Counter[str] = Counter()
             for seed in (1, 2):
                 sampler = partial(Sampler, options.vocab_size, grammars=matcher_source())
-                hostile = HostileService(*makers, seed, sampler=sampler, ngram=NgramOptions(8))
+                hostile = HostileService(of_target, of_draft, seed, sampler=sampler, ngram=NgramOptions(8))
                 assert [output.tokens for output in collect(hostile, cases)] == wanted
                 for worker in (TARGET, DRAFTER):
                     hostile.count(worker)
