@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import chain as joined
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from specdec.engine.backend import ModelBackend
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.sampling.acceptance import tree_rows, verify
+from specdec.sampling.acceptance import verify
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun, max_slice_rows
@@ -297,23 +296,20 @@ class ModelTarget(ModelBackend):
     ) -> list[Verification]:
         """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
         self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
-        groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens) for i, _, draft in scheduled]
+        groups = [
+            RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens, parents=draft.parents) for i, _, draft in scheduled
+        ]
         groups = self._sampler.masked(groups)
-        trees = {
-            number: tree_rows(group, draft.parents)
-            for number, (group, (_, _, draft)) in enumerate(zip(groups, scheduled, strict=True))
-            if draft.parents
-        }
-        verified = verify(self._sampler, logits, groups, [draft.candidates for _, _, draft in scheduled], trees)
+        verified = verify(self._sampler, logits, groups, [draft.candidates for _, _, draft in scheduled])
         failures = self._sampler.take_failures()
-        for number, tree in trees.items():
-            failures |= {id(groups[number]): failures[id(node)] for node in tree.nodes if id(node) in failures}
-        with_trees = [(jobs[scheduled[number][0]], verified[number].path) for number in trees]
-        self._states.keep_paths([(job.key, len(job.log), path) for job, path in with_trees])
-        told, rows = _without_refused(groups, verified) if trees else (groups, None)
-        logprobs = self._sampler.logprobs(
-            logits if rows is None else logits[rows], told, [result.run for result in verified]
+        self._states.keep_paths(
+            [
+                (jobs[i].key, len(jobs[i].log), result.path)
+                for (i, _, draft), result in zip(scheduled, verified, strict=True)
+                if draft.parents
+            ]
         )
+        logprobs = self._sampler.logprobs(logits, groups, verified)
         drafts = self._next_drafts([jobs[i].wants_own for i, _, _ in scheduled], groups, verified, hidden)
         return [
             Verification(
@@ -346,9 +342,10 @@ class ModelTarget(ModelBackend):
         places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
         if self._heads is None or hidden is None or not places:
             return drafts
-        rows = _rows_kept(groups, verified)
+        starts = Rows(groups).starts
+        rows = [starts[i] + verified[i].rows[-1] for i in places]
         decided = [(groups[i].spec, followed(groups[i].tokens, verified[i].run)) for i in places]
-        for i, draft in zip(places, self._heads.drafts(hidden[[rows[i][-1] for i in places]], decided), strict=True):
+        for i, draft in zip(places, self._heads.drafts(hidden[rows], decided), strict=True):
             drafts[i] = draft
         return drafts
 
@@ -391,18 +388,3 @@ def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
     if draft[: len(forced)] == forced:
         return job._replace(draft=draft)
     return job._replace(draft=forced, candidates=point_masses(spec, forced), source="")
-
-
-def _rows_kept(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> list[list[int]]:
-    """The rows that the tokens of each run were chosen in."""
-    return [
-        [start, *(start + 1 + node for node in result.path or range(result.num_accepted))]
-        for start, result in zip(Rows(groups).starts, verified, strict=True)
-    ]
-
-
-def _without_refused(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> tuple[list[RowGroup], list[int]]:
-    """The groups with what was accepted for a draft, and their rows."""
-    accepted = [result.run[: result.num_accepted] for result in verified]
-    kept = [RowGroup(group.spec, group.tokens, draft) for group, draft in zip(groups, accepted, strict=True)]
-    return kept, list(joined.from_iterable(_rows_kept(groups, verified)))

@@ -173,7 +173,7 @@ def _sample(logits: torch.Tensor, counts: list[int], vocab_size: int) -> None:
         for seed, count in enumerate(counts)
     ]
     runs = verify(sampler, logits, groups, [()] * len(groups))
-    sampler.logprobs(logits, groups, [result.run for result in runs])
+    sampler.logprobs(logits, groups, runs)
     sampler.take_failures()  # random weights may well give NaNs
 
 

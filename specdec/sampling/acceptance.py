@@ -5,7 +5,7 @@ The coupled rule: a draft token is kept if and only if it is the token the targe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -14,18 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.core.drafts import path_to
 from specdec.core.messages import Candidates
-from specdec.core.tokens import followed
 from specdec.core.types import Tokens
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device, row_slices
 
 
-def verify_coupled(
-    chosen: Tensor | Sequence[int], groups: Sequence[RowGroup], trees: Sequence[Tokens] | None = None
-) -> list[VerifiedRun]:
+def verify_coupled(chosen: Tensor | Sequence[int], groups: Sequence[RowGroup]) -> list[VerifiedRun]:
     """What plain decoding would have given, as far as the draft foresaw it.
 
     Daliri, Musco and Suresh 2024, section 4.
@@ -33,7 +29,6 @@ def verify_coupled(
     Args:
         chosen: int64 [N]: the target's token for every row, from ``Sampler.sample``.
         groups: The sequences of the N rows, in order.
-        trees: As in :func:`walk_coupled`, for each group.
 
     Returns:
         One entry per group. One transfer from the device for all of them.
@@ -41,10 +36,8 @@ def verify_coupled(
     rows = Rows(groups)
     choices: list[int] = torch.as_tensor(chosen).tolist()
     return [
-        walk_coupled(choices[start : start + count], group.draft, parents)
-        for group, start, count, parents in zip(
-            groups, rows.starts, rows.counts, trees or [()] * len(groups), strict=True
-        )
+        walk_coupled(choices[start : start + count], group.draft, group.parents)
+        for group, start, count in zip(groups, rows.starts, rows.counts, strict=True)
     ]
 
 
@@ -73,7 +66,6 @@ def verify(
     logits: Tensor,
     groups: Sequence[RowGroup],
     candidates: Sequence[tuple[Candidates, ...]],
-    trees: Mapping[int, TreeRows] | None = None,
 ) -> list[VerifiedRun]:
     """Decide every group's run by the rule its request names, slice by slice where there are many rows.
 
@@ -82,12 +74,10 @@ def verify(
         logits: float32 [N, at least V], the target's.
         groups: The sequences of the N rows, in order.
         candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
-        trees: Of the groups whose draft is a tree, by their numbers.
     """
     runs: list[VerifiedRun] = []
     for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
-        of_part = {i - part.start: tree for i, tree in (trees or {}).items() if part.start <= i < part.stop}
-        runs += _verify(sampler, logits[rows], groups[part], candidates[part], of_part)
+        runs += _verify(sampler, logits[rows], groups[part], candidates[part])
     return runs
 
 
@@ -96,7 +86,6 @@ def _verify(
     logits: Tensor,
     groups: Sequence[RowGroup],
     candidates: Sequence[tuple[Candidates, ...]],
-    trees: Mapping[int, TreeRows],
 ) -> list[VerifiedRun]:
     """Arguments as for :func:`verify`."""
     runs: list[VerifiedRun | None] = [None] * len(groups)
@@ -105,34 +94,14 @@ def _verify(
         if not of_rule:
             continue
         part, rows = _part(logits, groups, of_rule)
-        nodes = list(chain.from_iterable(trees[i].nodes if i in trees else (groups[i],) for i in of_rule))
-        parents = [trees[i].parents if i in trees else () for i in of_rule]
         if of_rule is coupled:
-            found = verify_coupled(sampler.sample(rows, nodes), part, parents)
+            found = verify_coupled(sampler.sample(rows, part), part)
         else:
             ids, probs = _tensors([drawn for i in of_rule for drawn in candidates[i]], logits.device)
-            found = verify_rejection(sampler.probs(rows, nodes), part, ids, probs, parents)
+            found = verify_rejection(sampler.probs(rows, part), part, ids, probs)
         for i, run in zip(of_rule, found, strict=True):
             runs[i] = run
     return [run for run in runs if run is not None]
-
-
-class TreeRows(NamedTuple):
-    """The rows of a draft that is a tree, each as a sequence of its own: whatever edits logits sees its path alone.
-
-    Attributes:
-        parents: Which token each one follows, -1 for none.
-        nodes: The sequence before the tree, then after each of its tokens.
-    """
-
-    parents: Tokens
-    nodes: list[RowGroup]
-
-
-def tree_rows(group: RowGroup, parents: Tokens) -> TreeRows:
-    """The rows of a group whose draft is a tree."""
-    paths = [[group.draft[at] for at in path_to(parents, node)] for node in range(-1, len(parents))]
-    return TreeRows(parents, [RowGroup(group.spec, followed(group.tokens, path)) for path in paths])
 
 
 def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], count: int) -> list[list[Drawn]]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specdec.core.params import SamplingParams
 from specdec.core.tokens import as_list
-from specdec.core.types import Tokens
 from specdec.sampling.kept import WhileAlive
 from specdec.sampling.rows import RowGroup, Rows, on_device
 from specdec.sampling.token_counts import TokenCounts
@@ -29,7 +28,7 @@ def uses_penalties(params: SamplingParams) -> bool:
 
 
 def apply_penalties(logits: Tensor, rows: Rows, token_counts: TokenCounts) -> None:
-    """Repetition, presence and frequency penalties; row i of a group counts the group's first i draft tokens.
+    """Repetition, presence and frequency penalties; each row counts the draft tokens before it.
 
     Repetition (Keskar et al. 2019, CTRL, section 4.1; as in transformers and vLLM) counts prompt and output: positive
     logits are divided by it, negative ones multiplied. Presence and frequency (OpenAI, vLLM) count the output alone:
@@ -47,7 +46,7 @@ def apply_penalties(logits: Tensor, rows: Rows, token_counts: TokenCounts) -> No
     counted = [token_counts.counted(group, logits.shape[1]) for group in part.groups]
     fill = [one.undrafted for one in counted]
     params = [group.spec.sampling for group in part.groups]
-    ids, count, seen, strength, places_of, of_row, offsets, numbers = on_device(
+    ids, count, seen, strength, places_of, of_row, is_before, numbers = on_device(
         device,
         _padded([one.ids for one in counted], fill),
         _padded([one.counts for one in counted], fill),
@@ -55,14 +54,14 @@ def apply_penalties(logits: Tensor, rows: Rows, token_counts: TokenCounts) -> No
         np.array([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], dtype=np.float32),
         _padded([np.array(one.places or [-1]) for one in counted], [0] * len(counted)),
         part.spread(np.arange(len(counted))),
-        part.offsets(),
+        _before(part),
         rows.numbers(chosen),
     )
     factor, reduction = (each.index_select(0, of_row) for each in _penalties(count, seen, strength))
     # Only where a draft token stands does a row differ from the group's first one.
     drafted = places_of[of_row]
     places = drafted.clamp(min=0)
-    before = _drafted_before(drafted, places, offsets)
+    before = _drafted_before(drafted, places, is_before)
     at = (of_row.unsqueeze(1), places)
     own_factor, own_reduction = _penalties(count[at] + before, seen[at] | (before > 0), strength[of_row])
     factor.scatter_(1, places, own_factor)
@@ -86,9 +85,17 @@ def _penalties(count: Tensor, seen: Tensor, strength: Tensor) -> tuple[Tensor, T
     return torch.where(seen, repetition, 1.0), (frequency * count).add_(presence * (count > 0))
 
 
-def _drafted_before(drafted: Tensor, places: Tensor, offset: Tensor) -> Tensor:
-    """How often each of ``places`` int64 [N, K] is among the first ``offset`` [N] of ``drafted`` [N, K]: [N, K]."""
-    is_before = torch.arange(drafted.shape[1], device=drafted.device) < offset.unsqueeze(1)
+def _before(rows: Rows) -> NDArray[np.bool_]:
+    """Which of its draft's tokens each row follows: [N, K], where K is at least 1."""
+    is_before = np.zeros((rows.num_rows, max(1, max(rows.counts) - 1)), np.bool_)
+    for group, start in zip(rows.groups, rows.starts, strict=True):
+        for row in range(1, 1 + len(group.draft)):
+            is_before[start + row, group.path(row)] = True
+    return is_before
+
+
+def _drafted_before(drafted: Tensor, places: Tensor, is_before: Tensor) -> Tensor:
+    """How often each of ``places`` int64 [N, K] is among those of ``drafted`` [N, K] that ``is_before``: [N, K]."""
     return ((places.unsqueeze(2) == drafted.unsqueeze(1)) & is_before.unsqueeze(1)).sum(2)
 
 
@@ -146,16 +153,16 @@ def apply_min_tokens(logits: Tensor, rows: Rows) -> None:
         logits: float32 [N, V], changed in place.
         rows: The layout of the N rows.
     """
-    banned_rows: list[range] = []
+    banned_rows: list[list[int]] = []
     banned: list[NDArray[np.int64]] = []
     for i in rows.using(lambda params: params.min_tokens > 0):
         group, start = rows.groups[i], rows.starts[i]
-        num_rows = min(group.spec.sampling.min_tokens - group.num_output_tokens, rows.counts[i])
-        if num_rows <= 0:
+        num_missing = group.spec.sampling.min_tokens - group.num_output_tokens
+        if num_missing <= 0:
             continue
         ending = [token for token in group.spec.ending_token_ids if 0 <= token < logits.shape[1]]
         if 0 < len(ending) < logits.shape[1]:
-            banned_rows.append(range(start, start + num_rows))
+            banned_rows.append([start + row for row, depth in enumerate(group.depths) if depth < num_missing])
             banned.append(np.array(ending))
     if banned:
         at_row, tokens = on_device(
@@ -231,17 +238,9 @@ def _completing(group: RowGroup) -> Iterator[tuple[int, int]]:
     words = group.spec.sampling.bad_words
     longest = max(map(len, words)) - 1
     start = max(group.spec.output_start, len(group.tokens) - longest)
-    output = (*as_list(group.tokens[start:]), *group.draft)
-    num_before = len(output) - len(group.draft)
-    for offset in range(1 + len(group.draft)):
-        end = num_before + offset
-        for word in words:
-            if _ends_with(output, end, word[:-1]):
-                yield offset, word[-1]
-
-
-def _ends_with(tokens: Sequence[int], end: int, prefix: Tokens) -> bool:
-    """Whether ``tokens[:end]`` ends with a word's first tokens."""
-    if not prefix:
-        return True
-    return len(prefix) <= end and tokens[end - 1] == prefix[-1] and tuple(tokens[end - len(prefix) : end]) == prefix
+    before = as_list(group.tokens[start:])
+    for row in range(1 + len(group.draft)):
+        output = before + [group.draft[i] for i in group.path(row)]
+        for *prefix, last in words:
+            if output[len(output) - len(prefix) :] == prefix:
+                yield row, last

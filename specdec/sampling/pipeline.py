@@ -60,8 +60,8 @@ class LogitsProcessor(Protocol):
 
         Args:
             groups: The sequences of the N rows, in order; at least one. Row i of a group follows
-                ``[*group.tokens, *group.draft[:i]]``, where ``group.tokens`` is an int32 array. Neither the groups nor
-                their tokens may be changed, or kept.
+                ``[*group.tokens, *group.draft[:i]]``, where ``group.tokens`` is an int32 array; of a draft that is a
+                tree each row is a group of its own. Neither the groups nor their tokens may be changed, or kept.
             logits: float32 [N, V], after penalties, biases and min_tokens; may be changed in place.
 
         Returns:
@@ -224,14 +224,14 @@ class Sampler:
         return probs
 
     def logprobs(
-        self, logits: Tensor, groups: Sequence[RowGroup], runs: Sequence[Sequence[int]]
+        self, logits: Tensor, groups: Sequence[RowGroup], runs: Sequence[VerifiedRun]
     ) -> list[tuple[TokenLogprobs, ...] | None]:
-        """What to report for the tokens of each group's run, token i from the group's row i.
+        """What to report for the tokens of each group's run, each from the row that it was chosen in.
 
         Args:
             logits: float32 [N, at least V], as the model gave them.
             groups: The sequences of the N rows, in order.
-            runs: Each group's decided tokens, at most as many as it has rows.
+            runs: What was decided for each group.
 
         Returns:
             One entry per group; None where the request asks for none.
@@ -240,13 +240,13 @@ class Sampler:
         asking = rows.using(lambda params: params.logprobs is not None)
         if not asking:
             return [None] * len(groups)
-        numbers = [rows.starts[i] + j for i in asking for j in range(len(runs[i]))]
-        tokens = [token for i in asking for token in runs[i]]
-        num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking for _ in runs[i]]
+        numbers = [rows.starts[i] + row for i in asking for row in runs[i].rows]
+        tokens = [token for i in asking for token in runs[i].run]
+        num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking for _ in runs[i].run]
         entries = iter(token_logprobs(logits[:, : self.vocab_size], tokens, num_top, numbers))
         reports: list[tuple[TokenLogprobs, ...] | None] = [None] * len(groups)
         for i in asking:
-            reports[i] = tuple(next(entries) for _ in runs[i])
+            reports[i] = tuple(next(entries) for _ in runs[i].run)
         return reports
 
     def _laid_out(self, logits: Tensor, groups: Sequence[RowGroup]) -> Rows:
@@ -273,8 +273,9 @@ class Sampler:
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""
+        told = [one for group in rows.groups for one in (group.by_row() if group.parents else (group,))]
         try:
-            processed = self._process(logits, rows.groups)
+            processed = self._process(logits, told)
         except Exception as error:
             if is_device_lost(error):
                 raise
@@ -285,7 +286,7 @@ class Sampler:
     def _processed_alone(self, own: Tensor, group: RowGroup) -> Tensor:
         """What the processors make of a group's rows, [1 + drafts, V]; where one raises, they stay as they are."""
         try:
-            return self._process(own, [group])
+            return self._process(own, group.by_row() if group.parents else [group])
         except Exception as error:
             if is_device_lost(error):
                 raise

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec.core.drafts import children_of, depths
-from specdec.core.types import Tokens
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device
@@ -85,7 +84,6 @@ def verify_rejection(
     groups: Sequence[RowGroup],
     draft_ids: Tensor,
     draft_probs: Tensor,
-    trees: Sequence[Tokens] | None = None,
 ) -> list[VerifiedRun]:
     """Go down drafts by ratio tests, then draw the next token.
 
@@ -108,13 +106,12 @@ def verify_rejection(
         draft_ids: int64 [D, C]: what each draft token was drawn from, for all tokens of all drafts, in order.
         draft_probs: float32 [D, C]: and with which probabilities, summing to 1; of a tree given those before it that
             follow the same.
-        trees: For each group which of its draft tokens each one follows, -1 for none; empty for a chain.
 
     Returns:
         One entry per group. One transfer from the device for all of them.
     """
     rows, device, num_groups = Rows(groups), target_probs.device, len(groups)
-    parents = [tree or range(-1, len(g.draft) - 1) for g, tree in zip(groups, trees or [()] * num_groups, strict=True)]
+    parents = [group.parents or range(-1, len(group.draft) - 1) for group in groups]
     children = [children_of(tree) for tree in parents]
     most = max((len(nodes) for of_tree in children for nodes in of_tree.values()), default=1)
     child_rows, tokens, at = on_device(
@@ -155,8 +152,8 @@ def verify_rejection(
         is_done = is_done | ~has_moved
     decided: list[list[int]] = torch.stack((*reached, _draw(weights, by).squeeze(1)), 1).tolist()
     return [
-        _run(group, [row - start - 1 for row in of_group[:-1] if row >= 0], of_group[-1], bool(tree))
-        for group, start, of_group, tree in zip(groups, rows.starts, decided, trees or [()] * num_groups, strict=True)
+        _run(group, [row - start - 1 for row in of_group[:-1] if row >= 0], of_group[-1])
+        for group, start, of_group in zip(groups, rows.starts, decided, strict=True)
     ]
 
 
@@ -169,9 +166,9 @@ def _child_rows(rows: Rows, children: Sequence[Mapping[int, list[int]]], most: i
     return table
 
 
-def _run(group: RowGroup, path: list[int], next_token: int, is_tree: bool) -> VerifiedRun:
+def _run(group: RowGroup, path: list[int], next_token: int) -> VerifiedRun:
     run = (*(group.draft[node] for node in path), next_token)
-    return VerifiedRun(run, len(path), tuple(path) if is_tree else ())
+    return VerifiedRun(run, len(path), tuple(path) if group.parents else ())
 
 
 def _sane(ids: Tensor, probs: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

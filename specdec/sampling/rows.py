@@ -15,8 +15,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from specdec.core.drafts import depths, path_to
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.core.tokens import TokenSequence
+from specdec.core.tokens import TokenSequence, followed
 from specdec.core.types import Tokens
 
 
@@ -24,7 +25,8 @@ from specdec.core.types import Tokens
 class RowGroup:
     """The 1 + len(draft) consecutive rows of one sequence in a batch.
 
-    Row i is the model's answer to ``tokens + draft[:i]``; the token it chooses stands at position ``len(tokens) + i``.
+    Row 0 is the model's answer to ``tokens``, row 1 + i its answer to ``tokens`` and the draft tokens that end with
+    token i: ``tokens + draft[: 1 + i]`` for a chain, the token's path for a tree.
 
     Attributes:
         spec: The sequence's parameters.
@@ -32,17 +34,36 @@ class RowGroup:
         draft: Draft tokens under verification; empty for plain decoding and for drafting.
         mask: int32 [1 + len(draft), V / 32], a bit for each token that the sequence's grammar allows in each row; None
             where it has none, or where that is not known yet.
+        parents: Where the draft is a tree, which of its tokens each one follows, -1 for none; empty for a chain.
     """
 
     spec: SequenceSpec
     tokens: TokenSequence
     draft: Tokens = ()
     mask: Tensor | None = field(default=None, compare=False)
+    parents: Tokens = ()
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens before the group's first row."""
         return len(self.tokens) - self.spec.output_start
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many draft tokens stand before each row."""
+        return [0, *depths(self.parents)] if self.parents else range(1 + len(self.draft))
+
+    def path(self, row: int) -> Sequence[int]:
+        """The draft tokens before a row, by their numbers, in order."""
+        return path_to(self.parents, row - 1) if self.parents else range(row)
+
+    def by_row(self) -> list[RowGroup]:
+        """Each row as a group of its own, after the tokens of its path."""
+        by_row = []
+        for row in range(1 + len(self.draft)):
+            mask = None if self.mask is None else self.mask[row : row + 1]
+            by_row.append(RowGroup(self.spec, followed(self.tokens, [self.draft[i] for i in self.path(row)]), (), mask))
+        return by_row
 
 
 class VerifiedRun(NamedTuple):
@@ -57,6 +78,11 @@ class VerifiedRun(NamedTuple):
     run: Tokens
     num_accepted: int
     path: Tokens = ()
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of its group that the run's tokens were chosen in."""
+        return [0, *(1 + node for node in self.path or range(self.num_accepted))]
 
 
 class Rows:
@@ -77,14 +103,17 @@ class Rows:
         return seeds
 
     def positions(self) -> list[int]:
-        """The absolute position of the token each row chooses."""
+        """The absolute position of the token that each row chooses; siblings share theirs."""
         lengths = self.spread(np.array([len(group.tokens) for group in self.groups], dtype=np.int64))
         positions: list[int] = (lengths + self.offsets()).tolist()
         return positions
 
     def offsets(self) -> NDArray[np.int64]:
-        """Each row's number within its group: how many draft tokens stand before it."""
+        """How many draft tokens stand before each row."""
         offsets: NDArray[np.int64] = np.arange(self.num_rows) - self.spread(np.array(self.starts, dtype=np.int64))
+        for group, start, count in zip(self.groups, self.starts, self.counts, strict=True):
+            if group.parents:
+                offsets[start : start + count] = group.depths
         return offsets
 
     def using(self, feature: Callable[[SamplingParams], object]) -> list[int]:

@@ -155,7 +155,7 @@ class AcceptanceSampler:
         logits = logits.where(is_finite[:, None], 0.0)
         told = [self.told.get(req_id, Told()) for req_id in req_ids]
         drawn = [one.candidates[: len(group.draft)] for one, group in zip(told, groups, strict=True)]
-        runs: list[Sequence[int]] = [result.run for result in verify(self._sampler, logits, groups, drawn)]
+        runs = verify(self._sampler, logits, groups, drawn)
         failures = self._sampler.take_failures()
         parts = is_finite.cpu().split_with_sizes([1 + len(group.draft) for group in groups])
         for group, part in zip(groups, parts, strict=True):
@@ -165,7 +165,7 @@ class AcceptanceSampler:
             failure = reason_of(failures[id(group)]) if id(group) in failures else ""
             if logprobs is not None or failure:
                 self.reported[req_id] = Reported(logprobs, failure)
-        return runs
+        return [result.run for result in runs]
 
     def _spec(self, req_id: str) -> SequenceSpec:
         spec: SequenceSpec = self._runner.requests[req_id].sampling_params.extra_args[SPEC]

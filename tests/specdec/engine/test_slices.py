@@ -1,5 +1,7 @@
 """Many rows are sampled slice by slice: the same tokens and log probabilities, in bounded memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling import logprobs, rows
-from specdec.sampling.acceptance import propose, tree_rows, verify
+from specdec.sampling.acceptance import propose, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, on_device, row_slices
 
@@ -46,14 +48,13 @@ def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, m
     groups, generator = groups_of(24), torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(Rows(groups).num_rows, VOCAB, generator=generator)
     drawn = [tuple(Candidates((token, 0), (0.7, 0.3)) for token in group.draft) for group in groups]
-    trees = {i: tree_rows(groups[i], (-1, -1, 0, 1)[: len(groups[i].draft)]) for i in (9, 12)} if with_tree else {}
+    for i in (9, 12) if with_tree else ():
+        groups[i] = replace(groups[i], parents=(-1, -1, 0, 1)[: len(groups[i].draft)])
 
     def decided() -> tuple[object, ...]:
         sampler = Sampler(VOCAB)
-        runs = verify(sampler, logits, groups, drawn, trees)
-        reports = sampler.logprobs(
-            logits, groups, [result.run[: 1 + len(g.draft)] for g, result in zip(groups, runs, strict=True)]
-        )
+        runs = verify(sampler, logits, groups, drawn)
+        reports = sampler.logprobs(logits, groups, runs)
         proposed = propose(sampler, logits[: len(groups)], [RowGroup(g.spec, g.tokens) for g in groups], 2)
         return runs, reports, [one._replace(likelihoods=()) for one in proposed]
 

@@ -17,9 +17,7 @@ from specdec.sampling.rows import RowGroup
 from tests.specdec.sampling.reference import make_spec, random_params
 
 
-def step_of(
-    groups: Sequence[RowGroup], parents: Sequence[Sequence[int]], vocab_size: int, padding: int = 0
-) -> SampleStep:
+def step_of(groups: Sequence[RowGroup], vocab_size: int, padding: int = 0) -> SampleStep:
     """The arrays of a step; each sequence's counts are in a slot of another number."""
     rows: dict[str, list] = {
         name: [] for name in ("sequence", "position", "draft", "parent", "grammar", "ended", "bad")
@@ -29,9 +27,9 @@ def step_of(
     slots = [*range(len(groups))][::-1]
     counts = torch.zeros(len(groups), vocab_size, dtype=torch.int32)
     prompts = torch.zeros(len(groups), vocab_size, dtype=torch.bool)
-    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+    for number, group in enumerate(groups):
         params, draft = group.spec.sampling, list(group.draft)
-        tree = tree or range(-1, len(draft) - 1)
+        tree = group.parents or range(-1, len(draft) - 1)
         start = len(rows["sequence"])
         first.append(start)
         count.append(1 + len(draft))
@@ -105,9 +103,9 @@ def bits(allowed: Sequence[bool]) -> Tensor:
 
 def random_groups(
     rng: random.Random, vocab_size: int, count: int, trees: bool = False, **fields: object
-) -> tuple[list[RowGroup], list[list[int]]]:
+) -> list[RowGroup]:
     """Sequences with every parameter on in about half of them, and drafts, some of which are trees."""
-    groups, parents = [], []
+    groups = []
     for _ in range(count):
         params = random_params(rng, vocab_size, **fields) if fields or rng.random() < 0.9 else SamplingParams()
         tokens = rng.choices(range(vocab_size), k=rng.randrange(3, 12))
@@ -116,6 +114,6 @@ def random_groups(
         if rng.random() < 0.4:
             mask = torch.stack([bits([rng.random() < 0.3 for _ in range(vocab_size)]) for _ in range(1 + len(draft))])
         spec = make_spec(params, rng.getrandbits(64), output_start=2, eos_token_ids=(0,))
-        groups.append(RowGroup(spec, tokens, draft, mask))
-        parents.append([rng.randrange(-1, i) if i else -1 for i in range(len(draft))] if trees else [])
-    return groups, parents
+        parents = tuple(rng.randrange(-1, i) if i else -1 for i in range(len(draft))) if trees else ()
+        groups.append(RowGroup(spec, tokens, draft, mask, parents))
+    return groups

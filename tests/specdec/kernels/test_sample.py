@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -26,20 +25,6 @@ VOCAB = 100
 MAX_TOKENS = 8
 
 
-def rows_of(groups: Sequence[RowGroup], parents: Sequence[Sequence[int]]) -> list[RowGroup]:
-    """Each row as a sequence of its own, with the tokens of its path."""
-    from specdec.core.drafts import path_to
-
-    rows = []
-    for group, tree in zip(groups, parents, strict=True):
-        tree = tree or range(-1, len(group.draft) - 1)
-        for node in range(-1, len(group.draft)):
-            path = [group.draft[at] for at in path_to(tree, node)] if node >= 0 else []
-            mask = None if group.mask is None else group.mask[node + 1 : node + 2]
-            rows.append(RowGroup(group.spec, [*group.tokens, *path], (), mask))
-    return rows
-
-
 def decided(logits: torch.Tensor, step: SampleStep, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's token, and the records."""
     from specdec.kernels.triton.sample import TritonSampler
@@ -49,14 +34,13 @@ def decided(logits: torch.Tensor, step: SampleStep, **options: object) -> tuple[
     return sampler.chosen, sampler.record
 
 
-def drafts_that_stand(groups: list[RowGroup], parents: list[list[int]], logits: torch.Tensor, rng: random.Random):
+def drafts_that_stand(groups: list[RowGroup], logits: torch.Tensor, rng: random.Random) -> list[RowGroup]:
     """The groups with most draft tokens replaced by what is chosen before them, front to back."""
     sampler, at = Sampler(VOCAB), 0
-    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+    for number, group in enumerate(groups):
         for node in range(len(group.draft)):
-            rows = rows_of([groups[number]], [tree])
-            parent = tree[node] if tree else node - 1
-            token = int(sampler.sample(logits[at + 1 + parent][None], [rows[1 + parent]]))
+            row = 1 + (group.parents[node] if group.parents else node - 1)
+            token = int(sampler.sample(logits[at + row][None], [groups[number].by_row()[row]]))
             if rng.random() < 0.8:
                 draft = list(groups[number].draft)
                 draft[node] = token
@@ -69,26 +53,28 @@ def drafts_that_stand(groups: list[RowGroup], parents: list[list[int]], logits: 
 @interpreted
 def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     rng, generator = random.Random(5 + trees), torch.Generator().manual_seed(5)
-    groups, parents = random_groups(rng, VOCAB, 6, trees)
+    groups = random_groups(rng, VOCAB, 6, trees)
     # A draft's own tokens are counted; bad words give way where nothing is left; all else gives way to the grammar.
     one = make_spec(SamplingParams(temperature=0.0, frequency_penalty=2.0), output_start=2)
     bad = make_spec(SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words=((7,),)), output_start=2)
     only = bits([token == 9 for token in range(VOCAB)])[None]
-    told = [RowGroup(one, [1, 2, 3], (5, 6)), RowGroup(bad, [1, 2, 3]), RowGroup(bad, [1, 2, 3], (), only)]
-    groups, parents = [*told, *groups], [[-1, 0] if trees else [], [], [], *parents]
+    first = RowGroup(one, [1, 2, 3], (5, 6), parents=(-1, 0) if trees else ())
+    groups = [first, RowGroup(bad, [1, 2, 3]), RowGroup(bad, [1, 2, 3], (), only), *groups]
     num_rows = sum(1 + len(group.draft) for group in groups)
     logits = torch.randn(num_rows + 2, VOCAB + 7, generator=generator) * 3
     logits[:3, 5], logits[:3, 6] = 23.0, 22.5
-    groups = drafts_that_stand(groups, parents, logits, rng)
-    step = step_of(groups, parents, VOCAB, padding=2)
+    groups = drafts_that_stand(groups, logits, rng)
+    step = step_of(groups, VOCAB, padding=2)
     chosen, records = decided(logits, step)
-    expected = Sampler(VOCAB).sample(logits[:num_rows], rows_of(groups, parents))
+    expected = Sampler(VOCAB).sample(logits[:num_rows], groups)
+    by_row = Sampler(VOCAB).sample(logits[:num_rows], [row for group in groups for row in group.by_row()])
+    assert torch.equal(by_row, expected)
     assert chosen.tolist() == [*expected.tolist(), -1, -1]
     assert chosen[3:5].tolist() == [7, 9]
     accepted = 0
-    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+    for number, group in enumerate(groups):
         start = int(step.first[number])
-        run = walk_coupled(expected[start : start + 1 + len(group.draft)].tolist(), group.draft, tuple(tree))
+        run = walk_coupled(expected[start : start + 1 + len(group.draft)].tolist(), group.draft, group.parents)
         found = records[number].tolist()
         assert found[:2] == [run.num_accepted, 0]
         assert found[2 : 2 + MAX_TOKENS] == [*run.run, *[-1] * (MAX_TOKENS - len(run.run))]
@@ -101,11 +87,11 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
 @interpreted
 def test_what_none_uses_can_be_left_out() -> None:
     params = SamplingParams(temperature=0.0)
-    groups, parents = random_groups(random.Random(3), VOCAB, 3)
+    groups = random_groups(random.Random(3), VOCAB, 3)
     groups = [replace(group, spec=replace(group.spec, sampling=params), mask=None) for group in groups]
     num_rows = sum(1 + len(group.draft) for group in groups)
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)).round()
-    step = step_of(groups, parents, VOCAB)
+    step = step_of(groups, VOCAB)
     chosen, _ = decided(logits, step, penalties=False, truncation=False, noise=False)
     # Of the many that tie the lowest.
     assert chosen.tolist() == logits.argmax(1).tolist()
@@ -116,11 +102,11 @@ def test_what_none_uses_can_be_left_out() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @interpreted
 def test_rows_that_are_not_finite_are_told(broken: float) -> None:
-    groups, _ = random_groups(random.Random(3), VOCAB, 3)
+    groups = random_groups(random.Random(3), VOCAB, 3)
     groups = [replace(group, mask=None, draft=()) for group in groups]
     logits = torch.randn(3, VOCAB)
     logits[1, 70] = broken
-    _, records = decided(logits, step_of(groups, [[]] * 3, VOCAB))
+    _, records = decided(logits, step_of(groups, VOCAB))
     assert records[:, sample.FLAGS].tolist() == [0, sample.NOT_FINITE, 0]
 
 
@@ -167,7 +153,7 @@ def test_kernel_truncates_as_the_reference() -> None:
 
     rng, generator = random.Random(9), torch.Generator().manual_seed(9)
     values = [(rng.choice([0, 1, 7, 40, 99, 100]), rng.choice([1.0, 0.05, 0.9, 0.99])) for _ in range(8)]
-    groups = [random_groups(rng, VOCAB, 1, temperature=1.0)[0][0] for _ in values]
+    groups = [random_groups(rng, VOCAB, 1, temperature=1.0)[0] for _ in values]
     groups = [
         replace(
             group,
@@ -180,7 +166,7 @@ def test_kernel_truncates_as_the_reference() -> None:
     logits = torch.randn(len(groups), VOCAB, generator=generator) * 2
     logits[::3] = logits[::3].mul(4).round() / 4
     logits[::2, 30:70] = -torch.inf
-    step = step_of(groups, [[]] * len(groups), VOCAB)
+    step = step_of(groups, VOCAB)
     sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=64)
     sampler.decide(logits, step, penalties=False, truncation=True, noise=True, rejection=False)
     scaled = logits - logits.amax(1, keepdim=True)
@@ -192,18 +178,18 @@ def test_kernel_truncates_as_the_reference() -> None:
 @interpreted
 def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> None:
     rng, generator = random.Random(11 + trees), torch.Generator().manual_seed(11)
-    groups, parents = random_groups(rng, VOCAB, 10, trees, acceptance="rejection", temperature=1.0)
+    groups = random_groups(rng, VOCAB, 10, trees, acceptance="rejection", temperature=1.0)
     groups[0] = replace(
         groups[0], spec=replace(groups[0].spec, sampling=SamplingParams(temperature=0.0, acceptance="rejection"))
     )
     groups[1] = replace(groups[1], spec=replace(groups[1].spec, sampling=SamplingParams()))
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB, generator=generator) * 2
     sampler, ids, probs, at = Sampler(VOCAB), [], [], 0
-    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+    for number, group in enumerate(groups):
         ids, probs, draft = [*ids, [-1] * 4], [*probs, [0.0] * 4], list(group.draft)
         for node in range(len(draft)):
             # Drawn from something like the target's distribution, and once in a while from nothing.
-            parent = tree[node] if tree else node - 1
+            parent = group.parents[node] if group.parents else node - 1
             row = logits[at + 1 + parent] + torch.randn(VOCAB, generator=generator)
             best = row.topk(4)
             weights = best.values.softmax(0)
@@ -213,16 +199,15 @@ def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> Non
         groups[number] = replace(group, draft=tuple(draft))
         at += 1 + len(draft)
     step = replace(
-        step_of(groups, parents, VOCAB), draft_ids=torch.tensor(ids, dtype=torch.int32), draft_probs=torch.tensor(probs)
+        step_of(groups, VOCAB), draft_ids=torch.tensor(ids, dtype=torch.int32), draft_probs=torch.tensor(probs)
     )
     _, records = decided(logits, step, rejection=True)
     drafted = [i for i, row in enumerate(step.draft.tolist()) if row >= 0]
     expected = verify_rejection(
-        sampler.probs(logits, rows_of(groups, parents)),
+        sampler.probs(logits, groups),
         groups,
         torch.tensor(ids)[drafted],
         torch.tensor(probs)[drafted],
-        [tuple(tree) for tree in parents],
     )
     for number, run in enumerate(expected):
         if number != 1:

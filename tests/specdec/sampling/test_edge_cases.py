@@ -66,7 +66,7 @@ def test_edge_05_logprobs_come_from_the_tokens_own_row_for_every_kind_of_token()
         group = RowGroup(spec, [1], draft)
         logits = MODEL.rows([group])
         (result,) = verify_coupled(sampler.sample(logits, [group]), [group])
-        (report,) = sampler.logprobs(logits, [group], [result.run])
+        (report,) = sampler.logprobs(logits, [group], [result])
         assert report is not None
         assert len(report) == len(result.run)
         for i, (token, entry) in enumerate(zip(result.run, report, strict=True)):
@@ -78,7 +78,7 @@ def test_edge_05_an_uncertain_token_never_has_a_logprob_of_zero() -> None:
     logits = torch.full((1, VOCAB), -20.0)
     logits[0, 2] = 10.0
     group = RowGroup(make_spec(SamplingParams(logprobs=2)), [1])
-    (report,) = Sampler(VOCAB).logprobs(logits, [group], [(2,)])
+    (report,) = Sampler(VOCAB).logprobs(logits, [group], [VerifiedRun((2,), 0)])
     assert report is not None
     # 9 exp(-30), which float32 would lose.
     assert report[0].logprob == pytest.approx(-8.4219e-13, rel=1e-3)

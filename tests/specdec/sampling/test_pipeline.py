@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.kernels import sample
 from specdec.sampling.philox import gumbel
-from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from tests.specdec.hooks import by_row
 
 from .reference import TableModel, edited_row, make_spec, random_params, row_probs
@@ -127,7 +127,8 @@ def test_padding_columns_are_never_chosen_and_change_nothing() -> None:
     assert torch.equal(sampler.sample(padded, groups), sampler.sample(logits, groups))
     assert torch.equal(sampler.probs(padded, groups), sampler.probs(logits, groups))
     asking = [replace(group, spec=make_spec(SamplingParams(logprobs=2))) for group in groups]
-    assert sampler.logprobs(padded, asking, [(1,)] * 20) == sampler.logprobs(logits, asking, [(1,)] * 20)
+    runs = [VerifiedRun((1,), 0)] * 20
+    assert sampler.logprobs(padded, asking, runs) == sampler.logprobs(logits, asking, runs)
 
 
 def test_temperature_0_takes_the_lowest_id_of_a_tie_and_no_truncation_or_noise() -> None:

@@ -30,7 +30,7 @@ from specdec.protocol.draft_row import DraftSequence, Path
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.acceptance import propose, tree_rows, verify
+from specdec.sampling.acceptance import propose, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.sizes import sized
 from tests.thorough.engine.test_heads import LinearHeads
@@ -61,9 +61,8 @@ class Backend(Chain):
     sampler = Sampler(VOCAB)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        groups = [RowGroup(job.spec, job.log.tokens, job.draft) for job in jobs]
-        trees = {i: tree_rows(groups[i], job.parents) for i, job in enumerate(jobs) if job.parents}
-        runs = verify(self.sampler, self.rows(groups), groups, [job.candidates for job in jobs], trees)
+        groups = [RowGroup(job.spec, job.log.tokens, job.draft, parents=job.parents) for job in jobs]
+        runs = verify(self.sampler, self.rows(groups), groups, [job.candidates for job in jobs])
         return [self.verification(job, *run[:2]) for job, run in zip(jobs, runs, strict=True)]
 
     def verification(self, job: VerifyJob, run: tuple[int, ...], num_accepted: int) -> Verification:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 import specdec.sampling.rejection as rejection_module
 from specdec.core.drafts import Node, chain_shape, children_of, depths, path_to, tree_shape
 from specdec.core.params import SamplingParams
-from specdec.sampling.acceptance import propose_siblings, tree_rows, verify
+from specdec.sampling.acceptance import propose_siblings, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import propose_several, verify_rejection
 from tests.sizes import sized
@@ -35,7 +36,7 @@ def table(seed: int, spread: float = 1.0) -> Tensor:
 
 def drafted(
     target: Tensor, draft: Tensor, seeds: Sequence[int], rule: str, temperature: float
-) -> tuple[list[RowGroup], Tensor, list[tuple], dict]:
+) -> tuple[list[RowGroup], Tensor, list[tuple]]:
     """Trees of which each place's tokens are drawn for all parents at once, as heads do; and the target's rows."""
     params = SamplingParams(temperature=temperature, acceptance=rule)
     groups = [RowGroup(make_spec(params, seed=seed), [seed % VOCAB]) for seed in seeds]
@@ -47,10 +48,10 @@ def drafted(
     result, candidates = [], []
     for i, group in enumerate(groups):
         drawn = [places[depth - 1][i][rank] for rank, depth in zip(RANKS, depths(PARENTS), strict=True)]
-        result.append(RowGroup(group.spec, group.tokens, tuple(one.token for one in drawn)))
+        result.append(RowGroup(group.spec, group.tokens, tuple(one.token for one in drawn), parents=PARENTS))
         candidates.append(tuple(one.candidates for one in drawn if one.candidates is not None))
     rows = torch.cat([target[[group.tokens[-1], *group.draft]] for group in result])
-    return result, rows, candidates, {i: tree_rows(group, PARENTS) for i, group in enumerate(result)}
+    return result, rows, candidates
 
 
 def p_value(num_draws: int = NUM_DRAWS) -> float:
@@ -69,9 +70,10 @@ def p_value(num_draws: int = NUM_DRAWS) -> float:
             drafts.append(propose_several(SAMPLER, draft[(before + place) % VOCAB], at, 3))
         nodes = [drafts[depth - 1][rank] for depth, rank in zip(depths(PARENTS), RANKS, strict=True)]
         tokens, ids, probs = (torch.stack(parts, 1) for parts in zip(*nodes, strict=True))
-        groups = [RowGroup(spec, [0], tuple(row)) for spec, row in zip(specs, tokens.tolist(), strict=True)]
+        drawn = zip(specs, tokens.tolist(), strict=True)
+        groups = [RowGroup(spec, [0], tuple(row), parents=PARENTS) for spec, row in drawn]
         rows = target[torch.cat((before.unsqueeze(1), tokens), 1).flatten()]
-        runs = verify_rejection(rows, groups, ids.flatten(0, 1), probs.flatten(0, 1), [PARENTS] * len(groups))
+        runs = verify_rejection(rows, groups, ids.flatten(0, 1), probs.flatten(0, 1))
         firsts = torch.tensor([run.run[0] for run in runs])
         pairs = [before * VOCAB + firsts, torch.tensor([run.run[0] * VOCAB + run.run[1] for run in runs if run.path])]
         counts += torch.bincount(torch.cat(pairs), minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
@@ -110,9 +112,9 @@ def test_a_refused_sibling_that_leaves_the_target_as_it_was_would_be_found(monke
 def test_walks_end_where_the_chain_of_their_path_would(rule: str, temperature: float) -> None:
     """By the coupled rule, and with temperature 0, at the tokens of plain decoding; other ranks are taken as well."""
     target, draft = table(1), table(1) + 0.5 * table(2)
-    groups, rows, candidates, trees = drafted(target, draft, range(400), rule, temperature)
+    groups, rows, candidates = drafted(target, draft, range(400), rule, temperature)
     paths = set()
-    for group, run in zip(groups, verify(SAMPLER, rows, groups, candidates, trees), strict=True):
+    for group, run in zip(groups, verify(SAMPLER, rows, groups, candidates), strict=True):
         paths.add(run.path)
         if rule == "rejection" and temperature:
             continue
@@ -142,7 +144,8 @@ def test_a_tree_of_one_path_is_decided_as_a_chain_is_by_the_same_numbers() -> No
     rows = torch.cat([target[[group.tokens[-1], *group.draft]] for group in groups]).softmax(1)
     drawn_from = torch.tensor(ids), torch.tensor(probs)
     as_chains = verify_rejection(rows, groups, *drawn_from)
-    as_trees = verify_rejection(rows, groups, *drawn_from, [(-1, 0, 1)] * len(groups))
+    trees = [replace(group, parents=(-1, 0, 1)) for group in groups]
+    as_trees = verify_rejection(rows, trees, *drawn_from)
     assert [run[:2] for run in as_trees] == [run[:2] for run in as_chains]
     assert len({run.num_accepted for run in as_trees}) == 4
 
