@@ -1,13 +1,12 @@
-"""Parameters that change single logits: penalties, biases, and the ban on ending early. All edit in place.
+"""What changes single logits: biases, penalties, tokens that are forbidden. Laid out as arrays, and applied in torch.
 
-Each touches a few tokens of a row, so each is one gather and one scatter over the batch, whatever the vocabulary.
-
-Tokens that a request forbids: all but some, and those that would complete a bad word.
+The arrays are those of :class:`specdec.kernels.sample.SampleStep`, so that a kernel and what is here are told the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,228 +18,280 @@ from specdec.core.params import SamplingParams
 from specdec.core.tokens import as_list
 from specdec.sampling.kept import WhileAlive
 from specdec.sampling.rows import RowGroup, Rows, on_device
-from specdec.sampling.token_counts import TokenCounts
+from specdec.sampling.token_counts import Changes, TokenCounts, bits_of, uses_penalties
+
+_BITS = 32
 
 
-def uses_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three penalties is on."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What requests change of the logits of N rows of R groups, in numpy; [.., 0] where nobody does.
+
+    Attributes:
+        bias_token: int32 [R, B], -1 for none.
+        bias: float32 [R, B].
+        slots: int32 [R], each group's in the counts; -1 for those without penalties.
+        penalties: float32 [R, 3]: repetition, frequency, presence; 1, 0, 0 for none.
+        ahead: int32 [N, A], tokens before a row that its slot does not count; -1 for none.
+        changes: Of the counts, before slots are read.
+        allowed: int32 [R], the row of ``masks`` of the tokens that a request allows; -1 for all.
+        grammar: int32 [N], the row of ``masks`` of the tokens that a row's grammar allows; -1 for all.
+        masks: int32 [M, ceil(V / 32)], a bit for each token.
+        ended: int32 [N, E], tokens that would end the sequence before ``min_tokens``; -1 for none.
+        bad: int32 [N, W], tokens that would complete a bad word; -1 for none.
+    """
+
+    bias_token: NDArray[np.int32]
+    bias: NDArray[np.float32]
+    slots: NDArray[np.int32]
+    penalties: NDArray[np.float32]
+    ahead: NDArray[np.int32]
+    changes: Changes
+    allowed: NDArray[np.int32]
+    grammar: NDArray[np.int32]
+    masks: NDArray[np.int32]
+    ended: NDArray[np.int32]
+    bad: NDArray[np.int32]
 
 
-def apply_penalties(logits: Tensor, rows: Rows, token_counts: TokenCounts) -> None:
-    """Repetition, presence and frequency penalties; each row counts the draft tokens before it.
+class Editor:
+    """Lays out what the rows of a step want, and applies it.
 
-    Repetition (Keskar et al. 2019, CTRL, section 4.1; as in transformers and vLLM) counts prompt and output: positive
-    logits are divided by it, negative ones multiplied. Presence and frequency (OpenAI, vLLM) count the output alone:
-    ``logit -= frequency * count + presence * (count > 0)``.
+    Order, as in transformers: logit_bias, repetition, frequency and presence penalties, allowed_token_ids, min_tokens,
+    bad_words, then hooks, and the grammar last.
 
     Args:
-        logits: float32 [N, V], changed in place.
-        rows: The layout of the N rows.
-        token_counts: Where the counts of earlier steps are kept.
+        vocab_size: V.
+        device: Where rows are sampled.
+
+    Attributes:
+        device: Where rows are sampled.
+        token_counts: By slot, there.
     """
-    chosen = rows.using(uses_penalties)
-    if not chosen:
-        return
-    part, device = rows.part(chosen), logits.device
-    counted = [token_counts.counted(group, logits.shape[1]) for group in part.groups]
-    fill = [one.undrafted for one in counted]
-    params = [group.spec.sampling for group in part.groups]
-    ids, count, seen, strength, places_of, of_row, is_before, numbers = on_device(
-        device,
-        _padded([one.ids for one in counted], fill),
-        _padded([one.counts for one in counted], fill),
-        _padded([one.seen for one in counted], fill),
-        np.array([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], dtype=np.float32),
-        _padded([np.array(one.places or [-1]) for one in counted], [0] * len(counted)),
-        part.spread(np.arange(len(counted))),
-        _before(part),
-        rows.numbers(chosen),
-    )
-    factor, reduction = (each.index_select(0, of_row) for each in _penalties(count, seen, strength))
-    # Only where a draft token stands does a row differ from the group's first one.
-    drafted = places_of[of_row]
-    places = drafted.clamp(min=0)
-    before = _drafted_before(drafted, places, is_before)
-    at = (of_row.unsqueeze(1), places)
-    own_factor, own_reduction = _penalties(count[at] + before, seen[at] | (before > 0), strength[of_row])
-    factor.scatter_(1, places, own_factor)
-    reduction.scatter_(1, places, own_reduction)
-    flat, where = logits.view(-1), ids.index_select(0, of_row) + numbers.unsqueeze(1) * logits.shape[1]
-    old = flat.take(where)
-    # One of the two terms is 0: faster than a choice, and as exact.
-    new = (old.clamp(min=0) / factor).add_(old.clamp_(max=0).mul_(factor)).sub_(reduction)
-    flat.put_(where, new)
 
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self.device = vocab_size, device
+        self.token_counts = TokenCounts(vocab_size, device)
+        # A live request's arrays are made once, not in every step.
+        self._biases = WhileAlive[SamplingParams, tuple[NDArray[np.int32], NDArray[np.float32]]]()
+        self._allowed = WhileAlive[SamplingParams, Tensor]()
 
-def _penalties(count: Tensor, seen: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
-    """What logits are divided or multiplied by, and what is subtracted then: float32 [G, U] each.
+    def lay_out(self, rows: Rows) -> Edits:
+        """The edits of a step, whose groups with a grammar have their masks."""
+        wanted = [group.spec.sampling for group in rows.groups]
+        biases = [self._bias(params) if params.logit_bias else _NO_BIAS for params in wanted]
+        counted = self.token_counts.counted(rows.groups)
+        penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in wanted]
+        masks, allowed, grammar = self._masks(rows)
+        return Edits(
+            bias_token=padded([tokens for tokens, _ in biases], np.int32, -1),
+            bias=padded([values for _, values in biases], np.float32, 0),
+            slots=counted.slots,
+            penalties=np.array(penalties, np.float32).reshape(-1, 3),
+            ahead=padded(_by_row(rows, uses_penalties, _Ahead(counted.ahead, self._vocab_size)), np.int32, -1),
+            changes=counted.changes,
+            allowed=allowed,
+            grammar=grammar,
+            masks=masks,
+            ended=padded(_by_row(rows, lambda params: params.min_tokens > 0, self._ended), np.int32, -1),
+            bad=padded(_by_row(rows, lambda params: params.bad_words, self._bad), np.int32, -1),
+        )
 
-    Args:
-        count: float32 [G, U], occurrences in the output.
-        seen: bool [G, U], whether there are any, or any in the prompt.
-        strength: float32 [G, 3]: repetition, frequency and presence penalty.
-    """
-    repetition, frequency, presence = strength[:, :1], strength[:, 1:2], strength[:, 2:]
-    return torch.where(seen, repetition, 1.0), (frequency * count).add_(presence * (count > 0))
+    def apply(self, logits: Tensor, rows: Rows, edits: Edits) -> Tensor:
+        """Make all edits but grammars', in torch.
 
-
-def _before(rows: Rows) -> NDArray[np.bool_]:
-    """Which of its draft's tokens each row follows: [N, K], where K is at least 1."""
-    is_before = np.zeros((rows.num_rows, max(1, max(rows.counts) - 1)), np.bool_)
-    for group, start in zip(rows.groups, rows.starts, strict=True):
-        for row in range(1, 1 + len(group.draft)):
-            is_before[start + row, group.path(row)] = True
-    return is_before
-
-
-def _drafted_before(drafted: Tensor, places: Tensor, is_before: Tensor) -> Tensor:
-    """How often each of ``places`` int64 [N, K] is among those of ``drafted`` [N, K] that ``is_before``: [N, K]."""
-    return ((places.unsqueeze(2) == drafted.unsqueeze(1)) & is_before.unsqueeze(1)).sum(2)
-
-
-def _padded(lists: Sequence[NDArray[Any]], fill: Sequence[int]) -> NDArray[Any]:
-    """[G, longest] of the arrays' type, none of which is empty; filled by repeating one entry of each."""
-    padded = np.empty((len(lists), max(map(len, lists))), dtype=lists[0].dtype)
-    for row, values, entry in zip(padded, lists, fill, strict=True):
-        row[: len(values)] = values
-        row[len(values) :] = values[entry]
-    return padded
-
-
-class LogitBias:
-    """Adds each sequence's biases to all of its rows. A live request's arrays are made once, not in every step."""
-
-    def __init__(self) -> None:
-        self._kept = WhileAlive[SamplingParams, tuple[NDArray[np.int64], NDArray[np.float32]]]()
-
-    def apply(self, logits: Tensor, rows: Rows) -> None:
-        """Add the biases.
+        Repetition (Keskar et al. 2019, CTRL, section 4.1; as in transformers and vLLM) counts prompt and output:
+        positive logits are divided by it, negative ones multiplied. Presence and frequency (OpenAI, vLLM) count the
+        output alone: ``logit -= frequency * count + presence * (count > 0)``. A row of which bad words leave nothing
+        keeps them: something must be chosen.
 
         Args:
             logits: float32 [N, V], changed in place.
             rows: The layout of the N rows.
+            edits: What :meth:`lay_out` made of it; its counts are applied.
         """
-        chosen = rows.using(lambda params: params.logit_bias)
-        if not chosen:
-            return
-        part = rows.part(chosen)
-        arrays = [self._arrays(group.spec.sampling) for group in part.groups]
-        fill = [0] * len(arrays)
-        ids, biases, numbers = on_device(
-            logits.device,
-            part.spread(_padded([ids for ids, _ in arrays], fill)),
-            part.spread(_padded([biases for _, biases in arrays], fill)),
-            rows.numbers(chosen),
-        )
-        logits[numbers.unsqueeze(1), ids] += biases
+        at, entry = np.nonzero(rows.spread(edits.bias_token) >= 0)
+        if len(at):
+            row, token, bias = on_device(
+                logits.device, at, rows.spread(edits.bias_token)[at, entry], rows.spread(edits.bias)[at, entry]
+            )
+            logits[row, token] += bias
+        if (edits.slots >= 0).any():
+            self._penalize(logits, rows, edits)
+        of_rows = rows.spread(edits.allowed)
+        if (of_rows >= 0).any():
+            (masks, index, numbers) = on_device(
+                logits.device, edits.masks, np.flatnonzero(of_rows >= 0), of_rows[of_rows >= 0]
+            )
+            logits[index] = logits[index].masked_fill_(forbidden(masks[numbers], logits.shape[1]), -torch.inf)
+        _ban(logits, edits.ended)
+        if edits.bad.size:
+            (numbers,) = on_device(logits.device, np.flatnonzero((edits.bad >= 0).any(1)))
+            before = logits[numbers]
+            _ban(logits, edits.bad)
+            after = logits[numbers]
+            logits[numbers] = torch.where(after.amax(1, keepdim=True) > -torch.inf, after, before)
+        return logits
 
-    def _arrays(self, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _penalize(self, logits: Tensor, rows: Rows, edits: Edits) -> None:
+        of_rows = rows.spread(edits.slots)
+        index = np.flatnonzero(of_rows >= 0)
+        at, entry = np.nonzero(edits.ahead[index] >= 0)
+        counts, bits = self.token_counts.counts, self.token_counts.prompt_bits
+        numbers, slots, strength, row, token, *changes = on_device(
+            logits.device,
+            index,
+            of_rows[index],
+            rows.spread(edits.penalties)[index],
+            at,
+            edits.ahead[index][at, entry].astype(np.int64),
+            *edits.changes,
+        )
+        self.token_counts.apply(*changes)
+        count = counts.index_select(0, slots)
+        count.index_put_((row, token), torch.ones_like(token, dtype=torch.int32), accumulate=True)
+        is_known = count > 0
+        if (edits.penalties[:, 0] != 1).any():
+            is_known |= unpacked(bits.index_select(0, slots), logits.shape[1])
+        # Few tokens of a vocabulary are in a sequence.
+        row, token = is_known.nonzero(as_tuple=True)
+        found, (repetition, frequency, presence) = count[row, token], strength[row].unbind(1)
+        row = numbers[row]
+        old = logits[row, token]
+        # One of the two terms is 0: faster than a choice, and as exact.
+        new = (old.clamp(min=0) / repetition).add_(old.clamp_(max=0).mul_(repetition))
+        logits[row, token] = new.sub_((frequency * found).add_(presence * (found > 0)))
+
+    def _bias(self, params: SamplingParams) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The ids that a request biases, and by how much."""
-        kept = self._kept.get(params)
+        kept = self._biases.get(params)
         if kept is None:
             ids, biases = zip(*params.logit_bias, strict=True)
-            kept = self._kept.put(params, (np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32)))
+            kept = self._biases.put(params, (np.array(ids, dtype=np.int32), np.array(biases, dtype=np.float32)))
         return kept
 
+    def _masks(self, rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """All masks of a step, then which of them each group's request allows, and which each row's grammar."""
+        masks: list[Tensor] = []
+        allowed, grammar = np.full(len(rows.groups), -1, np.int32), np.full(rows.num_rows, -1, np.int32)
+        num_masks, width = 0, -(-self._vocab_size // _BITS)
+        for number, group in enumerate(rows.groups):
+            params = group.spec.sampling
+            if params.allowed_token_ids:
+                mask = self._allowed.get(params)
+                if mask is None:
+                    bits = torch.from_numpy(bits_of(params.allowed_token_ids, self._vocab_size))
+                    mask = self._allowed.put(params, bits.unsqueeze(0))
+                masks.append(mask)
+                allowed[number] = num_masks
+                num_masks += 1
+            if group.mask is not None:
+                # Of a tokenizer with more tokens, as wide as they need.
+                masks.append(group.mask if group.mask.shape[1] == width else group.mask[:, :width])
+                start, count = rows.starts[number], rows.counts[number]
+                grammar[start : start + count] = np.arange(num_masks, num_masks + count)
+                num_masks += count
+        return torch.cat(masks).numpy() if masks else _NO_MASKS, allowed, grammar
 
-def apply_min_tokens(logits: Tensor, rows: Rows) -> None:
-    """Forbid the ending tokens in rows with fewer than ``min_tokens`` output tokens before them, drafts included.
-
-    Where every token of the vocabulary ends the sequence, none is forbidden: a row must leave something to choose.
-
-    Args:
-        logits: float32 [N, V], changed in place.
-        rows: The layout of the N rows.
-    """
-    banned_rows: list[list[int]] = []
-    banned: list[NDArray[np.int64]] = []
-    for i in rows.using(lambda params: params.min_tokens > 0):
-        group, start = rows.groups[i], rows.starts[i]
+    def _ended(self, _: int, group: RowGroup) -> Iterator[Sequence[int]]:
+        """The tokens that may not end each row; none where every token of the vocabulary ends the sequence."""
+        ending = [token for token in group.spec.ending_token_ids if 0 <= token < self._vocab_size]
         num_missing = group.spec.sampling.min_tokens - group.num_output_tokens
-        if num_missing <= 0:
-            continue
-        ending = [token for token in group.spec.ending_token_ids if 0 <= token < logits.shape[1]]
-        if 0 < len(ending) < logits.shape[1]:
-            banned_rows.append([start + row for row, depth in enumerate(group.depths) if depth < num_missing])
-            banned.append(np.array(ending))
-    if banned:
-        at_row, tokens = on_device(
-            logits.device,
-            np.concatenate(banned_rows),
-            np.repeat(_padded(banned, [0] * len(banned)), [len(numbers) for numbers in banned_rows], axis=0),
-        )
-        logits[at_row.unsqueeze(1), tokens] = -torch.inf
+        is_banned = num_missing > 0 and len(ending) < self._vocab_size
+        return (ending if is_banned and depth < num_missing else () for depth in group.depths)
+
+    def _bad(self, _: int, group: RowGroup) -> Iterator[Sequence[int]]:
+        """The tokens that would complete a bad word in the output, draft tokens before the row included."""
+        words = group.spec.sampling.bad_words
+        longest = max(map(len, words)) - 1
+        before = as_list(group.tokens[max(group.spec.output_start, len(group.tokens) - longest) :])
+        for row in range(1 + len(group.draft)):
+            output = (*before, *(group.draft[i] for i in group.path(row)))
+            ends = (word for word in words if output[len(output) - len(word) + 1 :] == word[:-1])
+            yield [word[-1] for word in ends if word[-1] < self._vocab_size]
 
 
-class AllowedTokens:
-    """Keeps all but the tokens that ``allowed_token_ids`` names from being chosen.
-
-    A live request's mask is kept, a byte per token of the vocabulary: a list may be as long as that.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._kept = WhileAlive[SamplingParams, Tensor]()
-
-    def apply(self, logits: Tensor, rows: Rows) -> None:
-        """Forbid what is not allowed, in all rows of a sequence.
-
-        Args:
-            logits: float32 [N, V], changed in place.
-            rows: The layout of the N rows.
-        """
-        chosen = rows.using(lambda params: params.allowed_token_ids)
-        if not chosen:
-            return
-        part, device = rows.part(chosen), logits.device
-        masks = torch.stack([self._forbidden(group.spec.sampling, device) for group in part.groups])
-        of_row, numbers = on_device(device, part.spread(np.arange(len(part.groups))), rows.numbers(chosen))
-        logits[numbers] = logits[numbers].masked_fill_(masks[of_row], -torch.inf)
-
-    def _forbidden(self, params: SamplingParams, device: torch.device) -> Tensor:
-        """Bool [V]: the tokens that a list does not name."""
-        kept = self._kept.get(params)
-        if kept is None or kept.device != device:
-            mask = torch.ones(self._vocab_size, dtype=torch.bool)
-            mask[torch.tensor(params.allowed_token_ids)] = False
-            kept = self._kept.put(params, mask.to(device))
-        return kept
+_NO_MASKS = np.zeros((0, 1), np.int32)
+_NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-def apply_bad_words(logits: Tensor, rows: Rows) -> None:
-    """Forbid each token that would complete a bad word in the output, draft tokens before the row included.
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Tokens before each row that are not counted by slot: the end of the log, and the draft's."""
 
-    A row of which nothing would be left is left as it is: something must be chosen.
+    of_groups: Sequence[NDArray[np.int32]]
+    vocab_size: int
+
+    def __call__(self, number: int, group: RowGroup) -> Iterator[Sequence[int]]:
+        before = self.of_groups[number].tolist()
+        for row in range(1 + len(group.draft)):
+            tokens = before + [group.draft[i] for i in group.path(row)]
+            yield [token for token in tokens if 0 <= token < self.vocab_size]
+
+
+def _by_row(
+    rows: Rows,
+    uses: Callable[[SamplingParams], object],
+    of_group: Callable[[int, RowGroup], Iterable[Sequence[int]]],
+) -> list[Sequence[int]]:
+    """A list for each row, by group for those that use a feature and empty for others; all empty where none does."""
+    lists: list[Sequence[int]] = [()] * rows.num_rows
+    for number in rows.using(uses):
+        start = rows.starts[number]
+        lists[start : start + rows.counts[number]] = of_group(number, rows.groups[number])
+    return lists
+
+
+def padded(lists: Sequence[Sequence[float] | NDArray[Any]], dtype: type[Any], fill: float) -> NDArray[Any]:
+    """[number of lists, longest], filled up."""
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    values = np.full((len(lists), lengths.max(initial=0)), fill, dtype)
+    if values.size:
+        values[np.arange(values.shape[1]) < lengths[:, None]] = np.concatenate([*map(np.asarray, lists)])
+    return values
+
+
+def _ban(logits: Tensor, tokens: NDArray[np.int32]) -> None:
+    """-inf in float32 [N, V], in place, for int32 [N, W]; -1 is none."""
+    at, entry = np.nonzero(tokens >= 0)
+    if len(at):
+        row, token = on_device(logits.device, at, tokens[at, entry])
+        logits[row, token] = -torch.inf
+
+
+def unpacked(masks: Tensor, vocab_size: int) -> Tensor:
+    """Masks int32 [M, ceil(V / 32)] as bool [M, V]."""
+    bits = masks.view(torch.uint8).unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=masks.device)
+    return (bits & 1).view(len(masks), -1)[:, :vocab_size] != 0
+
+
+def forbidden(masks: Tensor, vocab_size: int) -> Tensor:
+    """The tokens that masks do not have."""
+    return ~unpacked(masks, vocab_size)
+
+
+def apply_grammars(logits: Tensor, unedited: Tensor, edits: Edits) -> Tensor:
+    """Forbid what grammars forbid, whatever else holds for a row.
+
+    Where other rules of a request have forbidden everything that its grammar allows, those give way: all rows have
+    something to choose that the grammar allows.
 
     Args:
-        logits: float32 [N, V], changed in place.
-        rows: The layout of the N rows.
+        logits: float32 [N, V], edited, and changed in place.
+        unedited: float32 [N, V], as the model gave them.
+        edits: Of the N rows.
     """
-    banned = [
-        (rows.starts[i] + offset, token)
-        for i in rows.using(lambda params: params.bad_words)
-        for offset, token in _completing(rows.groups[i])
-        if token < logits.shape[1]
-    ]
-    if not banned:
-        return
-    banned_rows, tokens = np.array(banned).T
-    at_row, at_token, numbers = on_device(logits.device, banned_rows, tokens, np.unique(banned_rows))
-    before = logits[numbers]
-    logits[at_row, at_token] = -torch.inf
-    after = logits[numbers]
-    logits[numbers] = torch.where(after.amax(1, keepdim=True) > -torch.inf, after, before)
+    has_grammar = edits.grammar >= 0
+    if not has_grammar.any():
+        return logits
+    masks, numbers = on_device(logits.device, edits.masks[edits.grammar[has_grammar]], np.flatnonzero(has_grammar))
+    is_forbidden = forbidden(masks, logits.shape[1])
+    if len(numbers) == len(logits):
+        return _masked(logits, unedited, is_forbidden)
+    return logits.index_copy_(0, numbers, _masked(logits[numbers], unedited[numbers], is_forbidden))
 
 
-def _completing(group: RowGroup) -> Iterator[tuple[int, int]]:
-    """For each row of a group, by its number in it, the tokens that would complete a bad word there."""
-    words = group.spec.sampling.bad_words
-    longest = max(map(len, words)) - 1
-    start = max(group.spec.output_start, len(group.tokens) - longest)
-    before = as_list(group.tokens[start:])
-    for row in range(1 + len(group.draft)):
-        output = before + [group.draft[i] for i in group.path(row)]
-        for *prefix, last in words:
-            if output[len(output) - len(prefix) :] == prefix:
-                yield row, last
+def _masked(logits: Tensor, unedited: Tensor, is_forbidden: Tensor) -> Tensor:
+    logits = logits.masked_fill_(is_forbidden, -torch.inf)
+    is_left = logits.amax(1, keepdim=True).isfinite()
+    return torch.where(is_left, logits, unedited.masked_fill(is_forbidden, -torch.inf))

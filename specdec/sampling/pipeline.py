@@ -15,20 +15,13 @@ from specdec.core.tokens import TokenSequence
 from specdec.core.types import TokenLogprobs, Tokens
 from specdec.kernels.device_errors import is_device_lost
 from specdec.kernels.sample import thresholds
-from specdec.sampling.edits import (
-    AllowedTokens,
-    LogitBias,
-    apply_bad_words,
-    apply_min_tokens,
-    apply_penalties,
-    uses_penalties,
-)
+from specdec.sampling.edits import Editor, apply_grammars
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device
-from specdec.sampling.token_counts import TokenCounts
+from specdec.sampling.token_counts import uses_penalties
 from specdec.structured.compiler import Grammars
-from specdec.structured.matchers import Matchers, apply_masks
+from specdec.structured.matchers import Matchers
 
 __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
 
@@ -110,9 +103,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
-        self._token_counts = TokenCounts()
-        self._bias = LogitBias()
-        self._allowed = AllowedTokens(vocab_size)
+        self._editor: Editor | None = None
         self._failures: dict[int, Exception] = {}
         self.matchers = None if grammars is None else Matchers(grammars)
 
@@ -261,15 +252,13 @@ class Sampler:
         unedited = logits = logits[:, : self.vocab_size]
         if not self._processors and not rows.using(_is_edited):
             return logits
-        logits = logits.clone()
-        self._bias.apply(logits, rows)
-        apply_penalties(logits, rows, self._token_counts)
-        self._allowed.apply(logits, rows)
-        apply_min_tokens(logits, rows)
-        apply_bad_words(logits, rows)
+        if self._editor is None or self._editor.device != logits.device:
+            self._editor = Editor(self.vocab_size, logits.device)
+        edits = self._editor.lay_out(rows)
+        logits = self._editor.apply(logits.clone(), rows, edits)
         if self._processors and rows.groups:
             logits = self._processed(logits, rows)
-        return apply_masks(logits, unedited, rows)
+        return apply_grammars(logits, unedited, edits)
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""

@@ -1,155 +1,199 @@
-"""How often each token stands in a sequence, kept between steps: only what is new in a long log is counted."""
+"""How often each token stands in an output, by slot where rows are sampled: a step sends what is new of a log.
+
+A sequence with penalties has a slot from its first row until its parameters are gone, or the slot is taken by others.
+What it counts is compared with the log token by token, so nothing rests on how it was found.
+"""
 
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from specdec.core.params import SequenceSpec
-from specdec.core.tokens import TokenBuffer, TokenSequence, as_array, as_list, common_prefix_length
-from specdec.sampling.rows import RowGroup
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import TokenArray, TokenBuffer, as_array, common_prefix_length
+from specdec.sampling.rows import RowGroup, max_slice_rows
 
-_MAX_KEPT_TOKENS = 1 << 21
-_LEAST_SIZE = 64
-"""What an empty history takes, in tokens."""
+_LEAST_SLOTS = 8
+_BITS = 32
+_NO_TOKENS = as_array(())
+_Key = tuple[int, int]
+"""The id of a sequence's parameters, and a number: it is 0, but for logs that begin with another prompt."""
 
 
-class Counted(NamedTuple):
-    """What penalties have to know of one group; U is at least 1.
+class Changes(NamedTuple):
+    """Differences of the counts on the device.
 
     Attributes:
-        ids: int64 [U], distinct: the prompt's tokens where they are listed, then the output's, then the draft's.
-        counts: float32 [U]: how often each stands in the output before the group's first row.
-        seen: bool [U]: whether it stands there or in the prompt.
-        places: Where in ``ids`` each draft token is; -1 for one outside the vocabulary.
-        undrafted: Where in ``ids`` there is a token that is not in the draft; 0 if that is none of the vocabulary.
+        cleared: int64 [C], slots that begin anew.
+        prompt_bits: int32 [C, ceil(V / 32)], the tokens of their prompts.
+        at: int64 [U], places in the counts, which lie row by row.
+        by: int32 [U], what is added there.
     """
 
-    ids: NDArray[np.int64]
-    counts: NDArray[np.float32]
-    seen: NDArray[np.bool_]
-    places: list[int]
-    undrafted: int
+    cleared: NDArray[np.int64]
+    prompt_bits: NDArray[np.int32]
+    at: NDArray[np.int64]
+    by: NDArray[np.int32]
 
 
-class History:
-    """The distinct tokens of one log, and how often each stands in its output.
+class CountedGroups(NamedTuple):
+    """What is counted of some groups.
 
-    Args:
-        prompt: The log's first tokens.
-        lists_prompt: Whether its ids are wanted.
-        vocab_size: V; ids outside [0, V) are left out.
+    Attributes:
+        slots: int32 [R], each group's; -1 for none.
+        ahead: Of each group the tokens before its first row that its slot does not count.
+        changes: For the device, before any of its slots is read.
     """
 
-    def __init__(self, prompt: TokenSequence, lists_prompt: bool, vocab_size: int) -> None:
-        self._prompt = as_array(prompt)
-        self._output = TokenBuffer()
-        self._vocab_size = vocab_size
-        self._ids = array(
-            "q", (i for i in dict.fromkeys(as_list(prompt) if lists_prompt else ()) if 0 <= i < vocab_size)
-        )
-        self._counts = array("q", bytes(8 * len(self._ids)))
-        self._places = {token: place for place, token in enumerate(self._ids)}
-        self._num_prompt_ids = len(self._ids)
+    slots: NDArray[np.int32]
+    ahead: list[TokenArray]
+    changes: Changes
 
-    @property
-    def size(self) -> int:
-        """Memory, in tokens."""
-        return _LEAST_SIZE + len(self._prompt) + len(self._output)
 
-    def has_prompt_of(self, log: TokenSequence) -> bool:
-        """Whether the log begins with this history's prompt."""
-        return np.array_equal(log[: len(self._prompt)], self._prompt)
-
-    def move_to(self, log: TokenSequence) -> None:
-        """Become the history of ``log``, which has the same prompt, by the tokens in which the two outputs differ."""
-        output, known = log[len(self._prompt) :], self._output
-        kept = common_prefix_length(known.array, output)
-        new = as_list(output[kept:])
-        for token in reversed(known.array[kept:].tolist()):
-            self._pop(token)
-        for token in new:
-            self._push(token)
-        known.truncate(kept)
-        known.extend(new)
-
-    def counted(self, draft: tuple[int, ...]) -> Counted:
-        """A copy of the counts, with places for a draft's tokens."""
-        new: dict[int, int] = {}
-        places = []
-        for token in draft:
-            place = self._places.get(token, -1)
-            if place < 0 and 0 <= token < self._vocab_size:
-                place = new.setdefault(token, len(self._ids) + len(new))
-            places.append(place)
-        num_ids = len(self._ids) + len(new)
-        undrafted = next((place for place in range(num_ids) if place not in places), 0)
-        if undrafted in places or not num_ids:
-            # All ids are drafted, so they are few: one more, with nothing to count.
-            spare = next((i for i in range(self._vocab_size) if i not in self._places and i not in new), None)
-            if spare is not None:
-                undrafted = new[spare] = num_ids
-        ids = np.concatenate((np.frombuffer(self._ids, np.int64), np.array([*new], dtype=np.int64)))
-        counts = np.zeros(len(ids), dtype=np.float32)
-        counts[: len(self._ids)] = np.frombuffer(self._counts, np.int64)
-        seen = counts > 0
-        seen[: self._num_prompt_ids] = True
-        return Counted(ids, counts, seen, places, undrafted)
-
-    def _push(self, token: int) -> None:
-        place = self._places.get(token)
-        if place is not None:
-            self._counts[place] += 1
-        elif 0 <= token < self._vocab_size:
-            self._places[token] = len(self._ids)
-            self._ids.append(token)
-            self._counts.append(1)
-
-    def _pop(self, token: int) -> None:
-        """Take back the newest token."""
-        place = self._places.get(token)
-        if place is None:
-            return
-        self._counts[place] -= 1
-        if self._counts[place] == 0 and place >= self._num_prompt_ids:
-            # Listed when it first came: whatever was listed after it came later, and is gone.
-            assert place == len(self._ids) - 1
-            del self._places[token]
-            self._ids.pop()
-            self._counts.pop()
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    owner: weakref.ref[SequenceSpec]
+    counted: TokenBuffer
 
 
 class TokenCounts:
-    """The histories used last. What is found is compared token by token, so nothing rests on how it was found.
+    """The counts, and what of each log they hold.
 
     Args:
-        max_kept_tokens: Size of all histories together, each at least 64; those unused for longest go first.
+        vocab_size: V; other tokens are not counted.
+        device: Where rows are sampled.
+        max_slots: Slots beyond which those unused for longest are given to others: as many as there may be sequences
+            in a slice of logits, by default. A step with more has more.
+
+    Attributes:
+        counts: int32 [slots, V], how often each token stands in the counted part of an output.
+        prompt_bits: int32 [slots, ceil(V / 32)], which tokens are in a prompt, where repetition is penalized.
     """
 
-    def __init__(self, max_kept_tokens: int = _MAX_KEPT_TOKENS) -> None:
-        self._max_kept_tokens = max_kept_tokens
-        # By the sequence's own object: other sequences may have the same seed and as long a prompt.
-        self._kept: OrderedDict[int, tuple[weakref.ref[SequenceSpec], History]] = OrderedDict()
-        self._num_tokens = 0
+    def __init__(self, vocab_size: int, device: torch.device, max_slots: int | None = None) -> None:
+        self._vocab_size, self.device = vocab_size, device
+        self._num_words = -(-vocab_size // _BITS)
+        self._max_slots = max_slice_rows(vocab_size) if max_slots is None else max_slots
+        self._slots: OrderedDict[_Key, _Slot] = OrderedDict()
+        self._free: list[int] = []
+        self._is_behind = False
+        no_bits = np.zeros((0, self._num_words), np.int32)
+        self._no_changes = Changes(np.zeros(0, np.int64), no_bits, np.zeros(0, np.int64), np.zeros(0, np.int32))
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.prompt_bits = torch.zeros(0, self._num_words, dtype=torch.int32, device=device)
 
-    def counted(self, group: RowGroup, vocab_size: int) -> Counted:
-        """The counts before a group's first row."""
-        spec = group.spec
-        owner, history = self._kept.pop(id(spec), (None, None))
-        if history is not None:
-            self._num_tokens -= history.size
-        if history is None or owner is None or owner() is not spec or not history.has_prompt_of(group.tokens):
-            lists_prompt = spec.sampling.repetition_penalty != 1
-            history = History(group.tokens[: spec.output_start], lists_prompt, vocab_size)
-        history.move_to(group.tokens)
-        self._kept[id(spec)] = weakref.ref(spec), history
-        self._num_tokens += history.size
-        while self._num_tokens > self._max_kept_tokens and len(self._kept) > 1:
-            _, (_, oldest) = self._kept.popitem(last=False)
-            self._num_tokens -= oldest.size
-        return history.counted(group.draft)
+    def counted(self, groups: Sequence[RowGroup]) -> CountedGroups:
+        """Bring the slots of groups with penalties to their logs; :meth:`apply` comes next.
+
+        A slot counts what all groups of a sequence have in common, such as a drafter's branches.
+        """
+        if self._is_behind:  # a step failed before the device was told
+            self._forget()
+        slots, ahead = np.full(len(groups), -1, np.int32), [_NO_TOKENS] * len(groups)
+        users = _users(groups)
+        if not users:
+            return CountedGroups(slots, ahead, self._no_changes)
+        self._is_behind = True
+        self._make_room(users)
+        cleared, prompts = list[int](), list[NDArray[np.int32]]()
+        at, by = list[NDArray[np.int64]](), list[NDArray[np.int32]]()
+        for key, own in users.items():
+            spec, tokens = groups[own[0]].spec, as_array(groups[own[0]].tokens)
+            length = min((common_prefix_length(tokens, groups[i].tokens) for i in own[1:]), default=len(tokens))
+            slot = self._slots.get(key)
+            kept = 0 if slot is None else common_prefix_length(slot.counted.array, tokens[:length])
+            if slot is None or slot.owner() is not spec or kept < spec.output_start:
+                number = self._free.pop() if slot is None else slot.number
+                kept = spec.output_start
+                slot = _Slot(number, weakref.ref(spec), TokenBuffer(tokens[:kept]))
+                self._slots[key] = slot
+                cleared.append(number)
+                prompts.append(self._prompt_bits(tokens[:kept], spec.sampling))
+            self._slots.move_to_end(key)
+            for part, change in ((slot.counted.array[kept:], -1), (tokens[kept:length], 1)):
+                known = part[(part >= 0) & (part < self._vocab_size)]
+                at.append(known + np.int64(slot.number * self._vocab_size))
+                by.append(np.full(len(known), change, np.int32))
+            slot.counted.truncate(kept)
+            slot.counted.extend(tokens[kept:length])
+            for i in own:
+                slots[i], ahead[i] = slot.number, as_array(groups[i].tokens[length:])
+        changes = Changes(
+            np.array(cleared, np.int64),
+            np.array(prompts, np.int32).reshape(-1, self._num_words),
+            np.concatenate(at),
+            np.concatenate(by),
+        )
+        return CountedGroups(slots, ahead, changes)
+
+    def apply(self, cleared: Tensor, prompt_bits: Tensor, at: Tensor, by: Tensor) -> None:
+        """Take differences, which are on the device by now; see :class:`Changes`."""
+        if len(cleared):
+            self.counts.index_fill_(0, cleared, 0)
+            self.prompt_bits.index_copy_(0, cleared, prompt_bits)
+        self.counts.view(-1).index_add_(0, at, by)
+        self._is_behind = False
+
+    def _make_room(self, users: dict[_Key, list[int]]) -> None:
+        """See to it that there is a free slot for each that has none."""
+        num_new = sum(key not in self._slots for key in users)
+        if num_new > len(self._free):
+            for key in [key for key, slot in self._slots.items() if slot.owner() is None and key not in users]:
+                self._free.append(self._slots.pop(key).number)
+        num_needed, num_slots = num_new + len(self._slots), len(self.counts)
+        if num_new > len(self._free) and num_slots < max(self._max_slots, len(users)):
+            most = max(min(max(2 * num_needed, _LEAST_SLOTS), self._max_slots), len(users))
+            grown = self.counts.new_zeros(most, self._vocab_size), self.prompt_bits.new_zeros(most, self._num_words)
+            for new, old in zip(grown, (self.counts, self.prompt_bits), strict=True):
+                new[:num_slots] = old
+            self.counts, self.prompt_bits = grown
+            self._free += range(num_slots, most)
+        for key in list(self._slots):
+            if num_new <= len(self._free):
+                break
+            if key not in users:
+                self._free.append(self._slots.pop(key).number)
+
+    def _forget(self) -> None:
+        self._slots.clear()
+        self._free = [*range(len(self.counts))]
+
+    def _prompt_bits(self, prompt: TokenArray, params: SamplingParams) -> NDArray[np.int32]:
+        is_listed = (prompt >= 0) & (prompt < self._vocab_size) & (params.repetition_penalty != 1)
+        return bits_of(prompt[is_listed], self._vocab_size)
+
+
+def uses_penalties(params: SamplingParams) -> bool:
+    """Whether any of the three penalties is on."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def bits_of(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
+    """A set of tokens as int32 [ceil(V / 32)], a bit for each."""
+    bits = np.zeros(-(-vocab_size // _BITS) * _BITS, np.uint8)
+    bits[np.asarray(tokens, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _users(groups: Sequence[RowGroup]) -> dict[_Key, list[int]]:
+    """The groups with penalties, those together that are of a sequence and begin with the same prompt."""
+    users: dict[_Key, list[int]] = {}
+    for i, group in enumerate(groups):
+        if not uses_penalties(group.spec.sampling):
+            continue
+        number, start = 0, group.spec.output_start
+        while own := users.get((id(group.spec), number)):
+            if np.array_equal(groups[own[0]].tokens[:start], group.tokens[:start]):
+                break
+            number += 1
+        users.setdefault((id(group.spec), number), []).append(i)
+    return users

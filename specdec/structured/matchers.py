@@ -18,7 +18,7 @@ from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenArray, TokenSequence, as_array, common_prefix_length
 from specdec.core.types import Tokens
 from specdec.sampling.kept import WhileAlive
-from specdec.sampling.rows import RowGroup, Rows, on_device
+from specdec.sampling.rows import RowGroup, Rows
 from specdec.structured.compiler import Grammars, was_not_tried
 
 _MOST_KEPT = 512
@@ -248,36 +248,6 @@ class Matchers:
             if num_kept <= _MOST_KEPT or key in used:
                 break
             num_kept -= len(self._kept.pop(key))
-
-
-def apply_masks(logits: Tensor, unedited: Tensor, rows: Rows) -> Tensor:
-    """Forbid what grammars forbid, whatever else holds for a row.
-
-    Where other rules of a request have forbidden everything that its grammar allows, those give way: all rows have
-    something to choose that the grammar allows.
-
-    Args:
-        logits: float32 [N, V], edited, and changed in place.
-        unedited: float32 [N, V], as the model gave them.
-        rows: The layout of the N rows; groups with a grammar have their masks.
-    """
-    chosen = [i for i, group in enumerate(rows.groups) if group.mask is not None]
-    if not chosen:
-        return logits
-    device = logits.device
-    bitmask = torch.cat([mask for mask in (rows.groups[i].mask for i in chosen) if mask is not None]).to(device)
-    bits = bitmask.view(torch.uint8).unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=device)
-    forbidden = (bits & 1).view(len(bitmask), -1)[:, : logits.shape[1]] == 0
-    if len(chosen) == len(rows.groups):
-        return _masked(logits, unedited, forbidden)
-    (numbers,) = on_device(device, rows.numbers(chosen))
-    return logits.index_copy_(0, numbers, _masked(logits[numbers], unedited[numbers], forbidden))
-
-
-def _masked(logits: Tensor, unedited: Tensor, forbidden: Tensor) -> Tensor:
-    logits = logits.masked_fill_(forbidden, -torch.inf)
-    is_left = logits.amax(1, keepdim=True).isfinite()
-    return torch.where(is_left, logits, unedited.masked_fill(forbidden, -torch.inf))
 
 
 def _key(spec: SequenceSpec) -> MatcherKey:

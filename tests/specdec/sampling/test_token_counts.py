@@ -10,7 +10,7 @@ import torch
 
 from specdec.core.params import SamplingParams
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.token_counts import History, TokenCounts
+from specdec.sampling.token_counts import TokenCounts
 
 from .reference import edited_row, make_spec
 
@@ -18,22 +18,25 @@ VOCAB = 9
 PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.3)
 
 
-def check(token_counts: TokenCounts, group: RowGroup) -> None:
-    """Against a count from the beginning."""
-    counted = token_counts.counted(group, VOCAB)
-    start, lists_prompt = group.spec.output_start, group.spec.sampling.repetition_penalty != 1
-    output = Counter(group.tokens[start:])
-    ids = counted.ids.tolist()
-    known = {*output, *group.draft, *(group.tokens[:start] if lists_prompt else ())} & set(range(VOCAB))
-    assert len(ids) == len(set(ids))
-    # One more at most: a token to fill up with, where all the others are drafted.
-    assert known <= set(ids)
-    assert len(set(ids) - known) <= (known <= set(group.draft))
-    assert counted.counts.tolist() == [output[i] for i in ids]
-    in_prompt = set(group.tokens[:start]) if lists_prompt else set()
-    assert counted.seen.tolist() == [i in output or i in in_prompt for i in ids]
-    assert [ids[p] if p >= 0 else None for p in counted.places] == [t if t in known else None for t in group.draft]
-    assert ids[counted.undrafted] not in group.draft or set(range(VOCAB)) <= set(group.draft)
+def make_counts(max_slots: int | None = None) -> TokenCounts:
+    return TokenCounts(VOCAB, torch.device("cpu"), max_slots)
+
+
+def check(token_counts: TokenCounts, *groups: RowGroup) -> list[int]:
+    """Against a count from the beginning; gives how many tokens of each group are ahead of its slot's count."""
+    counted = token_counts.counted(groups)
+    token_counts.apply(*map(torch.from_numpy, counted.changes))
+    for group, slot, ahead in zip(groups, counted.slots, counted.ahead, strict=True):
+        start, lists_prompt = group.spec.output_start, group.spec.sampling.repetition_penalty != 1
+        tokens = list(group.tokens)
+        end = len(tokens) - len(ahead)
+        assert tokens[end:] == ahead.tolist()
+        output = Counter(tokens[start:end])
+        assert token_counts.counts[slot].tolist() == [output[token] for token in range(VOCAB)]
+        in_prompt = set(tokens[:start]) if lists_prompt else set()
+        bits = int(token_counts.prompt_bits[slot])
+        assert [bool(bits >> token & 1) for token in range(VOCAB)] == [token in in_prompt for token in range(VOCAB)]
+    return [len(ahead) for ahead in counted.ahead]
 
 
 def changed(rng: random.Random, log: list[int], output_start: int) -> list[int]:
@@ -45,46 +48,56 @@ def changed(rng: random.Random, log: list[int], output_start: int) -> list[int]:
 
 
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.4])
-@pytest.mark.parametrize("max_kept_tokens", [1 << 20, 200, 0])
-def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: float, max_kept_tokens: int) -> None:
-    rng = random.Random(int(max_kept_tokens + repetition_penalty * 10))
-    token_counts = TokenCounts(max_kept_tokens)
+@pytest.mark.parametrize("max_slots", [None, 2])
+def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: float, max_slots: int | None) -> None:
+    rng = random.Random(int(repetition_penalty * 10))
+    token_counts = make_counts(max_slots)
     params = SamplingParams(repetition_penalty=repetition_penalty, frequency_penalty=0.1)
-    specs = [make_spec(params, seed, output_start=4) for seed in (1, 1, 2)]
+    specs = [make_spec(params, seed % 9, output_start=4) for seed in range(12)]
     logs = [[rng.randrange(VOCAB) for _ in range(4)] for _ in specs]
-    for _ in range(300):
-        i = rng.randrange(len(specs))
-        logs[i] = changed(rng, logs[i], 4)[:40]
-        draft = tuple(rng.randrange(-2, VOCAB + 2) for _ in range(rng.randrange(12)))
-        check(token_counts, RowGroup(specs[i], logs[i], draft))
-        kept = sum(history.size for _, history in token_counts._kept.values())
-        assert kept == token_counts._num_tokens
-        assert kept <= max_kept_tokens or len(token_counts._kept) == 1
+    for step in range(300):
+        if step % 50 == 49:
+            specs[0] = make_spec(params, 0, output_start=4)  # its slot is free for another
+        chosen = rng.sample(range(len(specs)), rng.randrange(1, 3))
+        for i in chosen:
+            logs[i] = changed(rng, logs[i], 4)[:40]
+        if rng.random() < 0.1:
+            token_counts.counted([RowGroup(specs[i], logs[i]) for i in chosen])  # and the step fails
+        check(token_counts, *(RowGroup(specs[i], logs[i]) for i in chosen))
+    num_slots = len(token_counts.counts)
+    assert num_slots == max_slots or (max_slots is None and 12 <= num_slots <= 24)
 
 
-def test_sequences_with_the_same_seed_and_as_long_a_prompt_have_histories_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pushed: list[int] = []
-    push = History._push
-    monkeypatch.setattr(History, "_push", lambda self, token: (pushed.append(token), push(self, token)))
-    token_counts, logs = TokenCounts(), [[i, *range(5)] for i in range(3)]
+def test_branches_of_a_sequence_share_what_they_have_in_common() -> None:
+    spec, token_counts = make_spec(PENALTIES, output_start=2), make_counts()
+    log = [1, 2, 3, 4]
+    branches = [RowGroup(spec, [*log, *tokens]) for tokens in ([5, 6], [5, 7, 7], [5])]
+    assert check(token_counts, *branches) == [1, 2, 0]
+    assert check(token_counts, branches[1]) == [0]
+    assert check(token_counts, branches[0], RowGroup(spec, [9, *log[1:]])) == [0, 0]
+    assert len(token_counts.counts) == 8
+
+
+def test_sequences_with_the_same_seed_and_as_long_a_prompt_have_counts_of_their_own() -> None:
+    token_counts, logs = make_counts(), [[i, *range(5)] for i in range(3)]
     specs = [make_spec(PENALTIES, seed=1, output_start=3) for _ in logs]
     for _ in range(4):
-        for spec, log in zip(specs, logs, strict=True):
-            check(token_counts, RowGroup(spec, log))
-    assert len(pushed) == 3 * 3, "each output is counted once, not in every step"
+        groups = [RowGroup(spec, log) for spec, log in zip(specs, logs, strict=True)]
+        check(token_counts, *groups)
+        assert len({*token_counts.counted(groups).slots.tolist()}) == 3
+        token_counts.apply(*map(torch.from_numpy, token_counts.counted(groups).changes))
 
 
-def test_what_was_counted_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[int] = []
-    push = History._push
-    monkeypatch.setattr(History, "_push", lambda self, token: (pushed.append(token), push(self, token)))
-    token_counts, log = TokenCounts(), [i % VOCAB for i in range(5000)]
+def test_what_was_counted_is_not_counted_again() -> None:
+    token_counts, log = make_counts(), [i % VOCAB for i in range(5000)]
     spec = make_spec(PENALTIES, output_start=100)
+    sent = []
     for end in (4000, 4003, 4001, 4008):
-        check(token_counts, RowGroup(spec, log[:end], (1, 2)))
-    assert pushed == [*log[100:4000], *log[4000:4003], *log[4001:4008]]
+        changes = token_counts.counted([RowGroup(spec, log[:end])]).changes
+        sent.append((len(changes.cleared), changes.by.tolist()))
+        token_counts.apply(*map(torch.from_numpy, changes))
+        check(token_counts, RowGroup(spec, log[:end]))
+    assert sent == [(1, [1] * 3900), (0, [1] * 3), (0, [-1] * 2), (0, [1] * 7)]
 
 
 def test_one_sampler_over_many_steps_penalises_like_plain_python() -> None:
