@@ -130,6 +130,7 @@ def make_step(
         penalties=torch.tensor([1.1, 0.1, 0.1], device=device).expand(r, 3).contiguous(),
         counts=int32(0, r, vocab_size),
         prompt_bits=int32(0, r, -(-vocab_size // 32)),
+        ahead=int32(0, r * per, 0),
         bias_token=int32(0, r, 0),
         bias=torch.zeros(r, 0, device=device),
         allowed=int32(-1, r),

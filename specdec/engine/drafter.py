@@ -143,10 +143,10 @@ class ModelDrafter(ModelBackend):
             return results
         logits = self._runner.forward([row for _, _, row in placed])
         deciding: list[_Deciding] = []
-        num_logits = 0
+        num_logits, spoilt = 0, frozenset(self._runner.spoilt_rows())
         for number, (i, job, row) in enumerate(placed):
             results[i] = _PREFILLING
-            if number in self._runner.spoilt_rows:
+            if number in spoilt:
                 results[i] = _FAILED
             else:
                 self._states.keep_prefix(job.key, job.num_committed)

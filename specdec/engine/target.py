@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.backends import Status, Verification, VerifyJob
@@ -23,7 +25,7 @@ from specdec.engine.backend import ModelBackend
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.sampling.acceptance import verify
+from specdec.sampling.acceptance import decide
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun, max_slice_rows
@@ -181,28 +183,32 @@ class ModelTarget(ModelBackend):
             return results
         firsts = {i: len(row.sequence.tokens) for i, row, _ in scheduled}
         logits = self._runner.forward([row for _, row, _ in scheduled])
+        if self._sampler.kernels(logits.device) is None:  # kernels tell what is not finite, and wait once a step
+            logits = self._runner.finite(logits)
         hidden = self._runner.hidden
-        if self._runner.spoilt_rows:
-            spoilt, scheduled, logits, hidden = _without_spoilt(self._runner.spoilt_rows, scheduled, logits, hidden)
-            for i, draft in spoilt:
-                # A draft may overflow what the sequence's own tokens do not. It is released next either way.
-                results[i] = Verification(Status.SUSPECT if draft.tokens else Status.FAILED, reason=NOT_FINITE)
         kept = self._read_prompts(jobs, scheduled, firsts, logits)
         if kept is not None:
             logits, hidden = logits[kept], None if hidden is None else hidden[kept]
-        for i, _, _ in scheduled:
-            results[i] = _PREFILLING
-            self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
         deciding = [
             entry
             for entry in scheduled
             if self._states.num_computed_tokens(jobs[entry[0]].key) >= len(jobs[entry[0]].log)
         ]
-        for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits, hidden), strict=True):
+        decided, is_finite = self._decide(jobs, deciding, logits, hidden) if deciding else ([], None)
+        spoilt = {scheduled[number][0] for number in self._runner.spoilt_rows(is_finite)}
+        for i, _, draft in scheduled:
+            if i in spoilt:
+                # A draft may overflow what the sequence's own tokens do not. It is released next either way.
+                results[i] = Verification(Status.SUSPECT if draft.tokens else Status.FAILED, reason=NOT_FINITE)
+            else:
+                results[i] = _PREFILLING
+                self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
+        for (i, _, _), result in zip(deciding, decided, strict=True):
+            if i in spoilt:
+                continue
             results[i] = result
-            if result.status is Status.FAILED:
-                continue  # it is released next
-            self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
+            if result.status is not Status.FAILED:  # else it is released next
+                self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
         return results
 
     def _read_prompts(
@@ -293,14 +299,19 @@ class ModelTarget(ModelBackend):
 
     def _decide(
         self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
-    ) -> list[Verification]:
-        """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
+    ) -> tuple[list[Verification], NDArray[np.bool_]]:
+        """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded.
+
+        Returns:
+            A result for each, and what is finite of the whole step, downloaded with them.
+        """
         self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
         groups = [
             RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens, parents=draft.parents) for i, _, draft in scheduled
         ]
         groups = self._sampler.masked(groups)
-        verified = verify(self._sampler, logits, groups, [draft.candidates for _, _, draft in scheduled])
+        candidates = [draft.candidates for _, _, draft in scheduled]
+        verified, logprobs, is_finite = decide(self._sampler, logits, groups, candidates, self._runner.is_finite)
         failures = self._sampler.take_failures()
         self._states.keep_paths(
             [
@@ -309,9 +320,8 @@ class ModelTarget(ModelBackend):
                 if draft.parents
             ]
         )
-        logprobs = self._sampler.logprobs(logits, groups, verified)
         drafts = self._next_drafts([jobs[i].wants_own for i, _, _ in scheduled], groups, verified, hidden)
-        return [
+        results = [
             Verification(
                 Status.DECIDED,
                 result.run,
@@ -329,6 +339,7 @@ class ModelTarget(ModelBackend):
                 scheduled, verified, groups, logprobs, drafts, strict=True
             )
         ]
+        return results, is_finite
 
     def _next_drafts(
         self,
@@ -348,22 +359,6 @@ class ModelTarget(ModelBackend):
         for i, draft in zip(places, self._heads.drafts(hidden[rows], decided), strict=True):
             drafts[i] = draft
         return drafts
-
-
-def _without_spoilt(
-    spoilt_rows: Sequence[int], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
-) -> tuple[list[tuple[int, Draft]], Scheduled, torch.Tensor, torch.Tensor | None]:
-    """Take out rows that are not finite: gives their jobs with their drafts, then the other rows with their logits."""
-    spoilt = frozenset(spoilt_rows)
-    kept: list[int] = []
-    start = 0
-    for number, (_, row, _) in enumerate(scheduled):
-        if number not in spoilt:
-            kept += range(start, start + row.num_logits)
-        start += row.num_logits
-    others = [entry for number, entry in enumerate(scheduled) if number not in spoilt]
-    failed = [(scheduled[number][0], scheduled[number][2]) for number in spoilt_rows]
-    return failed, others, logits[kept], None if hidden is None else hidden[kept]
 
 
 def as_chain(job: VerifyJob) -> VerifyJob:

@@ -22,7 +22,7 @@ from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.gather import max_group_numbers
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import StepMemory
-from specdec.sampling.acceptance import verify
+from specdec.sampling.acceptance import decide
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES, RowGroup, Sampler
 
 _BLOCK_SIZE = 16
@@ -172,8 +172,7 @@ def _sample(logits: torch.Tensor, counts: list[int], vocab_size: int) -> None:
         RowGroup(SequenceSpec(_LARGEST_SAMPLING, seed, 1, 1), [0], (0,) * (count - 1))
         for seed, count in enumerate(counts)
     ]
-    runs = verify(sampler, logits, groups, [()] * len(groups))
-    sampler.logprobs(logits, groups, runs)
+    decide(sampler, logits, groups, [()] * len(groups))
     sampler.take_failures()  # random weights may well give NaNs
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
 from specdec.cache.recurrent.binding import bind
@@ -79,8 +80,8 @@ class ModelRunner:
         progress: Layers done, for whoever watches from another thread.
         hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
             size].
-        spoilt_rows: Rows of the newest step in which a hidden state or the largest logit is not a finite number, by
-            index, in order. Their logits mean nothing, and nothing of what they cached may be reused.
+        is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
+            and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class ModelRunner:
         self.loaded = loaded
         self.progress = StepProgress()
         self.hidden: torch.Tensor | None = None
-        self.spoilt_rows: tuple[int, ...] = ()
+        self.is_finite = torch.ones(0, dtype=torch.bool)
+        self._flag_rows = np.zeros(0, np.int64)  # the row that each flag is of
         self._finite_tokens: torch.Tensor | None = None
         windows = [group_window(layer) for layer in loaded.attention_layers]
         self.pool = BlockPool(
@@ -309,16 +311,33 @@ class ModelRunner:
             ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
                 that the model does not know.
         """
-        logits, finite = self._launch(rows)
-        self.spoilt_rows = _find_spoilt_rows(rows, finite)
-        return self._finish(logits)
+        return self._finish(self._launch(rows))
 
-    def _launch(self, rows: Sequence[RowInput]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put a step in the device's queue: one upload, and no wait where the kernel needs none.
+    def spoilt_rows(self, is_finite: NDArray[np.bool_] | None = None) -> tuple[int, ...]:
+        """Rows of the newest step of which something is not finite, by index, in order.
 
-        Returns:
-            Logits, and bool [tokens + rows of logits]: which of their hidden states, and largest logits, are finite.
+        Their logits mean nothing, and nothing of what they cached may be reused.
+
+        Args:
+            is_finite: That attribute on the host; by default it is downloaded.
         """
+        flags = self.is_finite.cpu().numpy() if is_finite is None else is_finite
+        return () if flags.all() else tuple(np.unique(self._flag_rows[~flags]).tolist())
+
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """The newest step's logits with 0 in rows of which the largest is not finite; waits for them."""
+        flags = self.is_finite[len(self.is_finite) - len(logits) :]
+        return logits if flags.all() else logits.where(flags.to(logits.device).unsqueeze(1), 0.0)
+
+    def _note_finite(self, rows: Sequence[RowInput], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Keep which tokens, and which rows of logits, are finite."""
+        self.is_finite = torch.cat((tokens, logits.to(tokens.device)))
+        number = np.arange(len(rows))
+        counts, num_logits = [len(row.tokens) for row in rows], [row.num_logits for row in rows]
+        self._flag_rows = np.concatenate((number.repeat(counts), number.repeat(num_logits)))
+
+    def _launch(self, rows: Sequence[RowInput]) -> torch.Tensor:
+        """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
         own = self._lay_out(rows)
         self.hidden = None
         for number, group in enumerate(self.pool.groups):
@@ -344,9 +363,10 @@ class ModelRunner:
             row.sequence.tokens.extend(row.tokens)
         for state, after in states:
             state.oldest, state.newest = after.oldest_after, after.length
-        logits = output.logits[0]
+        logits: torch.Tensor = output.logits[0]
         assert self._finite_tokens is not None, "the model's layers are not run by its base model"
-        return logits, torch.cat((self._finite_tokens, logits.amax(1).isfinite().to(self._finite_tokens.device)))
+        self._note_finite(rows, self._finite_tokens, logits.amax(1).isfinite())
+        return logits
 
     def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
@@ -414,15 +434,6 @@ class ModelRunner:
         logits = logits.float()
         logits[:, self._vocab_size :] = float("-inf")
         return logits
-
-
-def _find_spoilt_rows(rows: Sequence[RowInput], finite: torch.Tensor) -> tuple[int, ...]:
-    """Waits for one download; for one more only where a row is spoilt."""
-    if finite.all():
-        return ()
-    sizes = [len(row.tokens) for row in rows] + [row.num_logits for row in rows]
-    is_finite = [bool(part.all()) for part in finite.cpu().split_with_sizes(sizes)]
-    return tuple(i for i in range(len(rows)) if not (is_finite[i] and is_finite[len(rows) + i]))
 
 
 def choose_kernel(loaded: LoadedModel) -> str:

@@ -63,7 +63,7 @@ class SnapshotRunner(ModelRunner):
         self._lay_out(rows)
         for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
             group.prepare(lambda _: None, lambda _: None)
-        wanted, is_finite = [], []
+        wanted, finite_tokens, finite_logits = [], [], []
         for row in rows:
             sequence, tokens = row.sequence, list(row.tokens)
             assert sequence.state is not None, "no state is reserved"
@@ -72,8 +72,9 @@ class SnapshotRunner(ModelRunner):
             assert sequence.state.oldest >= before
             sequence.tokens.extend(tokens)
             wanted.append(logits[len(tokens) - row.num_logits :])
-            is_finite.append(logits.amax(1).isfinite().all())
-        self.spoilt_rows = tuple(i for i, finite in enumerate(torch.stack(is_finite).tolist()) if not finite)
+            finite_tokens.append(logits.amax(1).isfinite())
+            finite_logits.append(finite_tokens[-1][len(tokens) - row.num_logits :])
+        self._note_finite(rows, torch.cat(finite_tokens), torch.cat(finite_logits))
         return self._finish(torch.cat(wanted))
 
     def _read(self, tokens: list[int], position: int, state: Any) -> tuple[torch.Tensor, Any]:

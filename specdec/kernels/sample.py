@@ -43,10 +43,11 @@ class SampleStep:
         top_k: [R]; 0 for all.
         top_p: float64 [R]; 1 for all.
         min_p: float32 [R], its logarithm; -inf for all.
-        slot: [R], its place in ``counts`` and ``prompt_bits``.
+        slot: [R], its place in ``counts`` and ``prompt_bits``; 0 where it has no penalties.
         penalties: float32 [R, 3]: repetition, frequency, presence; 1, 0, 0 for none.
-        counts: [slots, V], how often each token is in the output.
+        counts: [slots, V], how often each token is in the output, but for those in ``ahead``.
         prompt_bits: [slots, ceil(V / 32)], which tokens are in the prompt.
+        ahead: [N, A], tokens of the output before the row that are not in ``counts``; -1 for none.
         bias_token: [R, B], -1 for none.
         bias: float32 [R, B].
         allowed: [R], the row of ``masks`` of the tokens that the request allows; -1 for all.
@@ -74,6 +75,7 @@ class SampleStep:
     penalties: Tensor
     counts: Tensor
     prompt_bits: Tensor
+    ahead: Tensor
     bias_token: Tensor
     bias: Tensor
     allowed: Tensor

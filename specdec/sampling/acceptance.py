@@ -18,7 +18,7 @@ from specdec.core.messages import Candidates
 from specdec.core.types import Tokens
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
-from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device, row_slices
+from specdec.sampling.rows import LogprobReport, RowGroup, Rows, VerifiedRun, on_device, row_slices
 
 
 def verify_coupled(chosen: Tensor | Sequence[int], groups: Sequence[RowGroup]) -> list[VerifiedRun]:
@@ -61,24 +61,67 @@ def walk_coupled(chosen: Sequence[int], draft: Tokens, parents: Tokens = ()) -> 
     return VerifiedRun(run, len(path), tuple(path) if parents else ())
 
 
-def verify(
+_NO_FLAGS = np.zeros(0, np.bool_)
+
+
+class Decided(NamedTuple):
+    """A step's result on the host.
+
+    Attributes:
+        runs: Each group's.
+        logprobs: What to report of each.
+        flags: bool [F], what came along.
+    """
+
+    runs: list[VerifiedRun]
+    logprobs: list[LogprobReport]
+    flags: NDArray[np.bool_]
+
+
+def decide(
     sampler: Sampler,
     logits: Tensor,
     groups: Sequence[RowGroup],
     candidates: Sequence[tuple[Candidates, ...]],
-) -> list[VerifiedRun]:
-    """Decide every group's run by the rule its request names, slice by slice where there are many rows.
+    flags: Tensor | None = None,
+) -> Decided:
+    """Decide every group's run by the rule its request names, and what to report of it.
+
+    Where kernels decide, all of it comes to the host at once.
 
     Args:
         sampler: Applies each request's parameters.
         logits: float32 [N, at least V], the target's.
         groups: The sequences of the N rows, in order.
         candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
+        flags: bool [F], to be brought along.
     """
+    kernels = sampler.kernels(logits.device)
     runs: list[VerifiedRun] = []
+    if kernels is None:
+        for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
+            runs += _verify(sampler, logits[rows], groups[part], candidates[part])
+        return Decided(
+            runs, sampler.logprobs(logits, groups, runs), _NO_FLAGS if flags is None else flags.cpu().numpy()
+        )
+    logprobs, brought = list[LogprobReport](), _NO_FLAGS
     for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
-        runs += _verify(sampler, logits[rows], groups[part], candidates[part])
-    return runs
+        own = Rows(sampler.masked(groups[part]))
+        found = kernels.verify(logits[rows], own, candidates[part], None if runs else flags)
+        brought = brought if runs else found[2]
+        runs += found[0]
+        logprobs += found[1]
+    return Decided(runs, logprobs, brought)
+
+
+def verify(
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Sequence[tuple[Candidates, ...]],
+) -> list[VerifiedRun]:
+    """The runs of :func:`decide`."""
+    return decide(sampler, logits, groups, candidates).runs
 
 
 def _verify(

@@ -35,22 +35,45 @@ def token_logprobs(
     entries: list[TokenLogprobs] = []
     for start in range(0, len(tokens), size):
         part = slice(start, min(start + size, len(tokens)))
-        chosen = part if rows is None else torch.tensor(rows[part], dtype=torch.int64, device=logits.device)
-        entries += _slice_logprobs(logits[chosen], tokens[part], num_top[part])
+        chosen = torch.tensor(tokens[part], dtype=torch.int64, device=logits.device)
+        of_token = part if rows is None else torch.tensor(rows[part], dtype=torch.int64, device=logits.device)
+        numbers = _slice_numbers(logits[of_token], chosen, max(num_top[part]))
+        entries += entries_of(numbers.tolist(), num_top[part])
     return entries
 
 
-def _slice_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+def logprob_numbers(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """The numbers of entries, slice by slice; nothing is waited for.
+
+    Args:
+        logits: float32 [N, V].
+        rows: int64 [M], of each token.
+        tokens: int64 [M].
+        num_top: How many of the most likely tokens to list.
+
+    Returns:
+        float64 [M, 2 + 2 * C], where C is ``num_top``, but at least 2, and at most V: log probability and rank of the
+        token, log probabilities and ids of the most likely ones. float64 holds every id and rank.
+    """
+    size = max(1, _MAX_SLICE_BYTES // (_BYTES_PER_DOUBLE * logits.shape[1]))
+    parts = (slice(start, start + size) for start in range(0, len(tokens), size))
+    return torch.cat([_slice_numbers(logits[rows[part]], tokens[part], num_top) for part in parts])
+
+
+def _slice_numbers(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    chosen = logits.gather(1, tokens.unsqueeze(1))
     rank = (logits > chosen).sum(1, keepdim=True) + 1
     # At least two, where there are two: the second tells whether the first is certain.
-    top_values, top_ids = logits.topk(min(max(2, *num_top), logits.shape[1]), dim=1)
+    top_values, top_ids = logits.topk(min(max(2, num_top), logits.shape[1]), dim=1)
     best = top_values[:, :1].double()
     above_best = _total_above_best(logits, top_values, top_ids)
     logprobs, top = ((values - best) - above_best for values in (chosen, top_values))
-    # One transfer; float64 holds every id and rank.
-    numbers = torch.cat((logprobs, rank, top, top_ids), 1).tolist()
-    most = top_ids.shape[1]
+    return torch.cat((logprobs, rank, top, top_ids), 1)
+
+
+def entries_of(numbers: Sequence[Sequence[float]], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Entries of M rows of numbers, each with as many of the most likely tokens as are wanted."""
+    most = len(numbers[0]) // 2 - 1 if numbers else 0
     return [
         TokenLogprobs(
             logprob=row[0],

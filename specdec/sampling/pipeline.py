@@ -12,13 +12,14 @@ from torch import Tensor
 
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenSequence
-from specdec.core.types import TokenLogprobs, Tokens
+from specdec.core.types import Tokens
 from specdec.kernels.device_errors import is_device_lost
 from specdec.kernels.sample import thresholds
 from specdec.sampling.edits import Editor, apply_grammars
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
-from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device
+from specdec.sampling.on_kernels import KernelSampler, runs_kernels
+from specdec.sampling.rows import UNUSED_TRUNCATION, LogprobReport, RowGroup, Rows, VerifiedRun, on_device
 from specdec.sampling.token_counts import uses_penalties
 from specdec.structured.compiler import Grammars
 from specdec.structured.matchers import Matchers
@@ -91,6 +92,8 @@ class Sampler:
         processors: Hooks, applied in their order to all rows at once.
         noise_cache_bytes: Memory for Gumbel noise kept between steps.
         grammars: Compiles grammars; where there are none, a sequence with one fails.
+        on_kernels: Whether kernels choose; by default where they run: see :func:`runs_kernels`. With processors, which
+            see logits between edits and grammars, all is done in torch.
     """
 
     def __init__(
@@ -99,11 +102,14 @@ class Sampler:
         processors: Sequence[LogitsProcessor] = (),
         noise_cache_bytes: int = NOISE_CACHE_BYTES,
         grammars: Grammars | None = None,
+        on_kernels: bool | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
+        self._on_kernels = on_kernels
         self._editor: Editor | None = None
+        self._kernels: KernelSampler | None = None
         self._failures: dict[int, Exception] = {}
         self.matchers = None if grammars is None else Matchers(grammars)
 
@@ -147,6 +153,20 @@ class Sampler:
         failures, self._failures = self._failures, {}
         return failures
 
+    def kernels(self, device: torch.device) -> KernelSampler | None:
+        """What decides on a device; None where torch does."""
+        is_wanted = runs_kernels(device) if self._on_kernels is None else self._on_kernels
+        if self._processors or not is_wanted:
+            return None
+        if self._kernels is None or self._editor_of(device) is not self._kernels.editor:
+            self._kernels = KernelSampler(self.vocab_size, self._editor_of(device))
+        return self._kernels
+
+    def _editor_of(self, device: torch.device) -> Editor:
+        if self._editor is None or self._editor.device != device:
+            self._editor = Editor(self.vocab_size, device)
+        return self._editor
+
     def sample(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
 
@@ -161,6 +181,8 @@ class Sampler:
             int64 [N], on the device of ``logits``.
         """
         rows = self._laid_out(logits, groups)
+        if kernels := self.kernels(logits.device):
+            return kernels.choose(logits, rows).long()
         logits = self._edited(logits, rows)
         sampled = rows.using(_is_random)
         if not sampled:
@@ -182,16 +204,24 @@ class Sampler:
             count: Most guesses wanted per row.
         """
         rows = self._laid_out(logits, groups)
+        if kernels := self.kernels(logits.device):
+            chosen, scores = kernels.score(logits, rows)
+        else:
+            scores = self._scores(logits, rows)
+            chosen = scores.argmax(1)
+        best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
+        return RankedTokens(chosen.long(), torch.where(best > -torch.inf, tokens, -1), best)
+
+    def _scores(self, logits: Tensor, rows: Rows) -> Tensor:
         scores = self._edited(logits, rows)
         sampled = rows.using(_is_random)
         part = rows.part(sampled)
         if part is rows:
-            scores = self._noised(scores, rows)
-        elif sampled:
-            (index,) = on_device(logits.device, rows.numbers(sampled))
-            scores = scores.index_copy(0, index, self._noised(scores[index], part))
-        best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
-        return RankedTokens(scores.argmax(1), torch.where(best > -torch.inf, tokens, -1), best)
+            return self._noised(scores, rows)
+        if not sampled:
+            return scores
+        (index,) = on_device(logits.device, rows.numbers(sampled))
+        return scores.index_copy(0, index, self._noised(scores[index], part))
 
     def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The distribution each row is drawn from; all on one token with temperature 0.
@@ -214,9 +244,7 @@ class Sampler:
             probs[index] = self._scaled(logits[index], rows.part(sampled)).softmax(1)
         return probs
 
-    def logprobs(
-        self, logits: Tensor, groups: Sequence[RowGroup], runs: Sequence[VerifiedRun]
-    ) -> list[tuple[TokenLogprobs, ...] | None]:
+    def logprobs(self, logits: Tensor, groups: Sequence[RowGroup], runs: Sequence[VerifiedRun]) -> list[LogprobReport]:
         """What to report for the tokens of each group's run, each from the row that it was chosen in.
 
         Args:
@@ -235,7 +263,7 @@ class Sampler:
         tokens = [token for i in asking for token in runs[i].run]
         num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking for _ in runs[i].run]
         entries = iter(token_logprobs(logits[:, : self.vocab_size], tokens, num_top, numbers))
-        reports: list[tuple[TokenLogprobs, ...] | None] = [None] * len(groups)
+        reports: list[LogprobReport] = [None] * len(groups)
         for i in asking:
             reports[i] = tuple(next(entries) for _ in runs[i].run)
         return reports
@@ -252,10 +280,9 @@ class Sampler:
         unedited = logits = logits[:, : self.vocab_size]
         if not self._processors and not rows.using(_is_edited):
             return logits
-        if self._editor is None or self._editor.device != logits.device:
-            self._editor = Editor(self.vocab_size, logits.device)
-        edits = self._editor.lay_out(rows)
-        logits = self._editor.apply(logits.clone(), rows, edits)
+        editor = self._editor_of(logits.device)
+        edits = editor.lay_out(rows)
+        logits = editor.apply(logits.clone(), rows, edits)
         if self._processors and rows.groups:
             logits = self._processed(logits, rows)
         return apply_grammars(logits, unedited, edits)
@@ -300,16 +327,16 @@ class Sampler:
         The maximum is taken away first, so that float32 keeps its precision at the top for any temperature.
         """
         scaled = logits - logits.amax(1, keepdim=True)
-        params = [group.spec.sampling for group in rows.groups]
-        of_groups = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], dtype=np.float64)
-        numbers = rows.spread(of_groups.reshape(-1, len(_UNUSED)))
-        is_used = numbers != _UNUSED
-        if not is_used.any():
+        heats, truncation = rows.temperatures(), rows.truncation()
+        truncated = np.flatnonzero(rows.spread((truncation != UNUSED_TRUNCATION).any(1)))
+        is_heated = bool((heats != 1).any())
+        if not is_heated and not len(truncated):
             return scaled
-        truncated = np.flatnonzero(is_used[:, 1:].any(1))
-        of_rows, index = on_device(logits.device, numbers, truncated)
-        if is_used[:, 0].any():
-            scaled /= of_rows[:, :1].float()
+        temperature, of_rows, index = on_device(
+            logits.device, rows.spread(heats[:, None]), rows.spread(truncation), truncated
+        )
+        if is_heated:
+            scaled /= temperature
         if len(truncated) == len(scaled):
             return _truncated(scaled, of_rows)
         if len(truncated):
@@ -321,18 +348,13 @@ class Sampler:
         return self._noise.rows(rows.seeds(), rows.positions(), logits.device).add_(self._scaled(logits, rows))
 
 
-_UNUSED = (1, 0, 1, 0)
-"""Temperature, top_k, top_p and min_p that change nothing."""
-
-
 def _truncated(scaled: Tensor, of_rows: Tensor) -> Tensor:
-    """-inf where [N, V] is truncated, in place, by the four parameters of each row: float64 [N, 4]."""
-    least = of_rows[:, 3].log().float()
+    """-inf where [N, V] is truncated, in place, by the parameters of each row: see :meth:`Rows.truncation`."""
     if scaled.device.type == "cpu":
-        _, top_k, top_p, _ = of_rows.numpy().T
-        found = torch.from_numpy(thresholds(scaled.numpy(), top_k, top_p, least.numpy()))
+        top_k, top_p, min_p = of_rows.numpy().T
+        found = torch.from_numpy(thresholds(scaled.numpy(), top_k, top_p, min_p.astype(np.float32)))
     else:
-        found = thresholds(scaled, of_rows[:, 1], of_rows[:, 2], least)
+        found = thresholds(scaled, of_rows[:, 0], of_rows[:, 1], of_rows[:, 2].float())
     return scaled.masked_fill_(scaled < found.unsqueeze(1), -torch.inf)
 
 

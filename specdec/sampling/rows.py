@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.core.drafts import depths, path_to
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
-from specdec.core.types import Tokens
+from specdec.core.types import TokenLogprobs, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,13 @@ class VerifiedRun(NamedTuple):
         return [0, *(1 + node for node in self.path or range(self.num_accepted))]
 
 
+LogprobReport = tuple[TokenLogprobs, ...] | None
+"""What is reported of a run's tokens; None where a request asks for nothing."""
+
+UNUSED_TRUNCATION = (0, 1, -np.inf)
+"""top_k, top_p and the logarithm of min_p that keep all tokens."""
+
+
 class Rows:
     """The groups of a batch laid out over its rows, in order: numpy lays out what is per row."""
 
@@ -115,6 +122,32 @@ class Rows:
             if group.parents:
                 offsets[start : start + count] = group.depths
         return offsets
+
+    def drafts(self) -> NDArray[np.int32]:
+        """The draft token that each row follows; -1 for first rows."""
+        return np.array([token for group in self.groups for token in (-1, *group.draft)], np.int32)
+
+    def parents(self) -> NDArray[np.int32]:
+        """The row that chose among others the draft token that each row follows; -1 for first rows."""
+        parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
+        for group, start in zip(self.groups, self.starts, strict=True):
+            parents[start] = -1
+            if group.parents:
+                parents[start + 1 : start + 1 + len(group.parents)] = np.array(group.parents) + (start + 1)
+        return parents
+
+    def temperatures(self) -> NDArray[np.float32]:
+        """Each group's temperature; 0 where the largest logit is taken."""
+        params = [group.spec.sampling for group in self.groups]
+        return np.array([0.0 if one.is_greedy else one.temperature for one in params], np.float32)
+
+    def truncation(self) -> NDArray[np.float64]:
+        """Each group's top_k, top_p, and the logarithm of its min_p: [groups, 3]."""
+        params = [group.spec.sampling for group in self.groups]
+        values = np.array([(one.top_k, one.top_p, one.min_p) for one in params], np.float64).reshape(-1, 3)
+        with np.errstate(divide="ignore"):
+            np.log(values[:, 2], out=values[:, 2])
+        return values
 
     def using(self, feature: Callable[[SamplingParams], object]) -> list[int]:
         """Indexes of the groups whose parameters use a feature."""

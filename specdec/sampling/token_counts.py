@@ -88,8 +88,9 @@ class TokenCounts:
         self._is_behind = False
         no_bits = np.zeros((0, self._num_words), np.int32)
         self._no_changes = Changes(np.zeros(0, np.int64), no_bits, np.zeros(0, np.int64), np.zeros(0, np.int32))
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.prompt_bits = torch.zeros(0, self._num_words, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):
+            self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+            self.prompt_bits = torch.zeros(0, self._num_words, dtype=torch.int32, device=device)
 
     def counted(self, groups: Sequence[RowGroup]) -> CountedGroups:
         """Bring the slots of groups with penalties to their logs; :meth:`apply` comes next.
@@ -152,9 +153,10 @@ class TokenCounts:
         num_needed, num_slots = num_new + len(self._slots), len(self.counts)
         if num_new > len(self._free) and num_slots < max(self._max_slots, len(users)):
             most = max(min(max(2 * num_needed, _LEAST_SLOTS), self._max_slots), len(users))
-            grown = self.counts.new_zeros(most, self._vocab_size), self.prompt_bits.new_zeros(most, self._num_words)
-            for new, old in zip(grown, (self.counts, self.prompt_bits), strict=True):
-                new[:num_slots] = old
+            with torch.inference_mode(False):  # heads draft in that mode, and what is made in it cannot change after
+                grown = self.counts.new_zeros(most, self._vocab_size), self.prompt_bits.new_zeros(most, self._num_words)
+                for new, old in zip(grown, (self.counts, self.prompt_bits), strict=True):
+                    new[:num_slots] = old
             self.counts, self.prompt_bits = grown
             self._free += range(num_slots, most)
         for key in list(self._slots):

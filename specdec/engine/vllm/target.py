@@ -44,8 +44,9 @@ from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
 from specdec.engine.target import as_chain, with_allowed_draft
 from specdec.engine.vllm.checks import require
 from specdec.kernels.device_errors import device_losses
-from specdec.sampling.acceptance import verify
+from specdec.sampling.acceptance import decide
 from specdec.sampling.pipeline import LogitsProcessor, RowGroup, Sampler
+from specdec.sampling.rows import Rows
 
 SPEC = "specdec"
 """Where a request's ``SequenceSpec`` travels in vLLM's sampling parameters (``extra_args``)."""
@@ -155,13 +156,13 @@ class AcceptanceSampler:
         logits = logits.where(is_finite[:, None], 0.0)
         told = [self.told.get(req_id, Told()) for req_id in req_ids]
         drawn = [one.candidates[: len(group.draft)] for one, group in zip(told, groups, strict=True)]
-        runs = verify(self._sampler, logits, groups, drawn)
+        runs, reports, flags = decide(self._sampler, logits, groups, drawn, is_finite)
         failures = self._sampler.take_failures()
-        parts = is_finite.cpu().split_with_sizes([1 + len(group.draft) for group in groups])
-        for group, part in zip(groups, parts, strict=True):
-            if not part.all():
+        rows = Rows(groups)
+        for group, start, count in zip(groups, rows.starts, rows.counts, strict=True):
+            if not flags[start : start + count].all():
                 failures[id(group)] = ValueError(NOT_FINITE)
-        for req_id, group, logprobs in zip(req_ids, groups, self._sampler.logprobs(logits, groups, runs), strict=True):
+        for req_id, group, logprobs in zip(req_ids, groups, reports, strict=True):
             failure = reason_of(failures[id(group)]) if id(group) in failures else ""
             if logprobs is not None or failure:
                 self.reported[req_id] = Reported(logprobs, failure)

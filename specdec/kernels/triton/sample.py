@@ -54,10 +54,10 @@ def _masked(x, token, masks, number, WORDS: tl.constexpr, V: tl.constexpr):
     return tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ahead"])
 def _edit(
-    logits, edited, best, sequence, draft, parent, slot, penalties, counts, prompt_bits, bias_token, bias, allowed,
-    grammar, masks, ended, bad, logits_row, num_rows,
+    logits, edited, best, sequence, ahead, slot, penalties, counts, prompt_bits, bias_token, bias, allowed,
+    grammar, masks, ended, bad, logits_row, num_rows, num_ahead,
     V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIASES: tl.constexpr,
     ENDED: tl.constexpr, BAD: tl.constexpr, HAS_PENALTIES: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
@@ -78,12 +78,8 @@ def _edit(
         presence = tl.load(penalties + owner * 3 + 2)
         place = tl.load(slot + owner).to(tl.int64)
         count = tl.load(counts + place * V + token, mask=token < V, other=0)
-        at = row
-        before = tl.load(parent + at)
-        while before >= 0:
-            count += tl.where(token == tl.load(draft + at), 1, 0)
-            at = before
-            before = tl.load(parent + at)
+        for i in range(num_ahead):
+            count += tl.where(token == tl.load(ahead + row * num_ahead + i), 1, 0)
         bits = tl.load(prompt_bits + place * WORDS + token // 32, mask=token < V, other=0)
         factor = tl.where((count > 0) | ((bits >> (token % 32)) & 1 == 1), repetition, 1.0)
         x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
@@ -363,9 +359,9 @@ class TritonSampler:
         options = {"num_warps": 4, "enable_fp_fusion": False}
         cells = num_rows, self._num_blocks
         _edit[cells](
-            logits, self._edited, self._best, step.sequence, step.draft, step.parent, step.slot, step.penalties,
+            logits, self._edited, self._best, step.sequence, step.ahead, step.slot, step.penalties,
             step.counts, step.prompt_bits, step.bias_token, step.bias, step.allowed, step.grammar, step.masks,
-            step.ended, step.bad, logits.stride(0), self._best.shape[1],
+            step.ended, step.bad, logits.stride(0), self._best.shape[1], step.ahead.shape[1],
             BIASES=step.bias.shape[1], ENDED=step.ended.shape[1], HAS_PENALTIES=penalties, **sizes, **masks, **options,
         )  # fmt: skip
         _scale[cells](

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.messages import Candidates
-from specdec.sampling.acceptance import verify
+from specdec.sampling.acceptance import decide
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows
@@ -32,7 +32,7 @@ with a share of the whole sum both are. So nothing moves by more than 2.75 e aga
 @contextmanager
 def rule_asked() -> Iterator[Any]:
     """What our own target asks of its rule in the meantime: a mock whose last call :func:`shortfall` reads."""
-    with patch("specdec.engine.target.verify", wraps=verify) as asked:
+    with patch("specdec.engine.target.decide", wraps=decide) as asked:
         yield asked
 
 
@@ -52,7 +52,7 @@ def shortfall(
     distribution is from where u points.
 
     Args:
-        sampler, logits, groups, candidates: As for ``verify`` of ``specdec.sampling.acceptance``, of one sequence.
+        sampler, logits, groups, candidates: As for ``decide`` of ``specdec.sampling.acceptance``, of one sequence.
         run: The accepted draft tokens, then the next token.
         num_accepted: How many of them are drafted.
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 
+from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams
 from specdec.kernels import sample
-from specdec.kernels.sample import SampleStep
-from specdec.sampling.acceptance import walk_coupled
+from specdec.sampling.acceptance import decide, walk_coupled
+from specdec.sampling.on_kernels import Told
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
@@ -23,14 +25,16 @@ from tests.specdec.sampling.reference import make_spec
 CPU = torch.device("cpu")
 VOCAB = 100
 MAX_TOKENS = 8
+BY_ROW = ("sequence", "position", "draft", "parent", "grammar")
 
 
-def decided(logits: torch.Tensor, step: SampleStep, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def decided(logits: torch.Tensor, told: Told, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's token, and the records."""
     from specdec.kernels.triton.sample import TritonSampler
 
+    step = told.step
     sampler = TritonSampler(VOCAB, len(step.sequence), len(step.first), MAX_TOKENS, CPU, block_size=64)
-    sampler.decide(logits, step, **{"penalties": True, "truncation": True, "noise": True, "rejection": False} | options)
+    sampler.decide(logits, step, **told.options | options)
     return sampler.chosen, sampler.record
 
 
@@ -64,8 +68,11 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     logits = torch.randn(num_rows + 2, VOCAB + 7, generator=generator) * 3
     logits[:3, 5], logits[:3, 6] = 23.0, 22.5
     groups = drafts_that_stand(groups, logits, rng)
-    step = step_of(groups, VOCAB, padding=2)
-    chosen, records = decided(logits, step)
+    step, options = step_of(groups, VOCAB)
+    padding = {name: functional.pad(getattr(step, name), (0, 2), value=-1) for name in BY_ROW}
+    padding |= {name: functional.pad(getattr(step, name), (0, 0, 0, 2), value=-1) for name in ("ahead", "ended", "bad")}
+    step = replace(step, **padding)
+    chosen, records = decided(logits, Told(step, options))
     expected = Sampler(VOCAB).sample(logits[:num_rows], groups)
     by_row = Sampler(VOCAB).sample(logits[:num_rows], [row for group in groups for row in group.by_row()])
     assert torch.equal(by_row, expected)
@@ -92,10 +99,11 @@ def test_what_none_uses_can_be_left_out() -> None:
     num_rows = sum(1 + len(group.draft) for group in groups)
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)).round()
     step = step_of(groups, VOCAB)
-    chosen, _ = decided(logits, step, penalties=False, truncation=False, noise=False)
+    assert not any(step.options.values())
+    chosen, _ = decided(logits, step)
     # Of the many that tie the lowest.
     assert chosen.tolist() == logits.argmax(1).tolist()
-    half, _ = decided(logits.bfloat16().half(), step, penalties=False, truncation=False, noise=False)
+    half, _ = decided(logits.bfloat16().half(), step)
     assert torch.equal(half, chosen)
 
 
@@ -166,7 +174,7 @@ def test_kernel_truncates_as_the_reference() -> None:
     logits = torch.randn(len(groups), VOCAB, generator=generator) * 2
     logits[::3] = logits[::3].mul(4).round() / 4
     logits[::2, 30:70] = -torch.inf
-    step = step_of(groups, VOCAB)
+    step, _ = step_of(groups, VOCAB)
     sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=64)
     sampler.decide(logits, step, penalties=False, truncation=True, noise=True, rejection=False)
     scaled = logits - logits.amax(1, keepdim=True)
@@ -184,9 +192,10 @@ def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> Non
     )
     groups[1] = replace(groups[1], spec=replace(groups[1].spec, sampling=SamplingParams()))
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB, generator=generator) * 2
-    sampler, ids, probs, at = Sampler(VOCAB), [], [], 0
+    sampler, drawn, at = Sampler(VOCAB), [], 0
     for number, group in enumerate(groups):
-        ids, probs, draft = [*ids, [-1] * 4], [*probs, [0.0] * 4], list(group.draft)
+        draft = list(group.draft)
+        drawn.append(())
         for node in range(len(draft)):
             # Drawn from something like the target's distribution, and once in a while from nothing.
             parent = group.parents[node] if group.parents else node - 1
@@ -194,22 +203,45 @@ def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> Non
             best = row.topk(4)
             weights = best.values.softmax(0)
             draft[node] = int(best.indices[rng.choices(range(4), weights.tolist())[0]]) if rng.random() < 0.9 else 0
-            ids.append(best.indices.tolist())
-            probs.append(weights.tolist())
+            drawn[-1] += (Candidates(tuple(best.indices.tolist()), tuple(weights.tolist())),)
         groups[number] = replace(group, draft=tuple(draft))
         at += 1 + len(draft)
-    step = replace(
-        step_of(groups, VOCAB), draft_ids=torch.tensor(ids, dtype=torch.int32), draft_probs=torch.tensor(probs)
-    )
-    _, records = decided(logits, step, rejection=True)
-    drafted = [i for i, row in enumerate(step.draft.tolist()) if row >= 0]
+    _, records = decided(logits, step_of(groups, VOCAB, drawn))
+    whole = [one for of_group in drawn for one in of_group]
     expected = verify_rejection(
-        sampler.probs(logits, groups),
-        groups,
-        torch.tensor(ids)[drafted],
-        torch.tensor(probs)[drafted],
+        *(sampler.probs(logits, groups), groups),
+        *(torch.tensor([one.ids for one in whole]), torch.tensor([one.probs for one in whole])),
     )
     for number, run in enumerate(expected):
         if number != 1:
             assert records[number, : 3 + run.num_accepted].tolist() == [run.num_accepted, 0, *run.run]
-    assert 3 < sum(run.num_accepted for run in expected) < len(drafted)
+    assert 3 < sum(run.num_accepted for run in expected) < len(whole)
+
+
+@interpreted
+def test_steps_that_kernels_decide_are_those_that_torch_decides() -> None:
+    """Runs, log probabilities, guesses and flags, over logs that grow: what is kept by slot is that of the log."""
+    rng, generator = random.Random(23), torch.Generator().manual_seed(23)
+    by_kernels, by_torch = Sampler(VOCAB, on_kernels=True), Sampler(VOCAB)
+    groups = random_groups(rng, VOCAB, 5, trees=True)
+    params = [replace(group.spec.sampling, logprobs=rng.choice([None, 0, 3])) for group in groups]
+    specs = [replace(group.spec, sampling=one) for group, one in zip(groups, params, strict=True)]
+    logs, num_accepted = [list(group.tokens) for group in groups], 0
+    for step in range(4):
+        new = random_groups(rng, VOCAB, len(specs), trees=step % 2 > 0)
+        groups = [replace(one, spec=spec, tokens=log) for one, spec, log in zip(new, specs, logs, strict=True)]
+        groups = groups[step % 2 :]
+        logits = torch.randn(sum(1 + len(one.draft) for one in groups), VOCAB + 3, generator=generator) * 3
+        groups, flags = drafts_that_stand(groups, logits, rng), torch.tensor([True, False, True])
+        found = decide(by_kernels, logits, groups, [()] * len(groups), flags)
+        wanted = decide(by_torch, logits, groups, [()] * len(groups), flags)
+        assert found[:2] == wanted[:2]
+        assert found.flags.tolist() == wanted.flags.tolist()
+        ranked = by_kernels.choose_and_guess(logits, groups, 3), by_torch.choose_and_guess(logits, groups, 3)
+        assert torch.equal(ranked[0].chosen, ranked[1].chosen)
+        assert torch.equal(ranked[0].tokens, ranked[1].tokens)
+        num_accepted += sum(run.num_accepted for run in found.runs)
+        for log, run in zip(logs[step % 2 :], found.runs, strict=True):
+            log += run.run
+    assert num_accepted > 5
+    assert any(report for report in found.logprobs)

@@ -116,13 +116,13 @@ def test_blocks_of_a_step_that_nobody_has_checked_are_clean_for_the_next_owner()
     bad = runner.new_sequence()
     runner.reserve(bad, 64)
     runner.forward([RowInput(bad, [BAD] * 64, 0)])
-    assert runner.spoilt_rows == (0,)
+    assert runner.spoilt_rows() == (0,)
     runner.free(bad)
     rows = [(runner.new_sequence(), list(range(20, 20 + length))) for length in (10, 14)]
     for sequence, tokens in rows:  # of unlike length: the shorter one's keys are masked, and still multiplied
         runner.reserve(sequence, len(tokens))
     assert runner.forward([RowInput(sequence, tokens, 1) for sequence, tokens in rows]).isfinite().all()
-    assert runner.spoilt_rows == ()
+    assert runner.spoilt_rows() == ()
     with Operators() as seen:
         runner.reserve(rows[0][0], 11)
         runner.forward([RowInput(rows[0][0], [9], 1)])

@@ -81,9 +81,9 @@ def test_rows_are_taken_in_slices_of_bounded_size(max_rows: int, monkeypatch: py
     tokens, num_top = [i % 7 for i in range(10)], [i % 4 for i in range(10)]
     whole = token_logprobs(logits, tokens, num_top)
     sizes: list[int] = []
-    take = module._slice_logprobs
+    take = module._slice_numbers
     monkeypatch.setattr(module, "_MAX_SLICE_BYTES", max_rows * 7 * 8)
-    monkeypatch.setattr(module, "_slice_logprobs", lambda rows, *rest: (sizes.append(len(rows)), take(rows, *rest))[1])
+    monkeypatch.setattr(module, "_slice_numbers", lambda rows, *rest: (sizes.append(len(rows)), take(rows, *rest))[1])
     assert token_logprobs(logits, tokens, num_top) == whole
     assert sum(sizes) == 10
     assert max(sizes) == min(10, max(1, max_rows))

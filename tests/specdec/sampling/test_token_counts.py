@@ -68,6 +68,14 @@ def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: floa
     assert num_slots == max_slots or (max_slots is None and 12 <= num_slots <= 24)
 
 
+def test_counts_that_were_made_in_inference_mode_go_on_outside() -> None:
+    spec = make_spec(PENALTIES, output_start=2)
+    with torch.inference_mode():
+        token_counts = make_counts()
+        check(token_counts, RowGroup(spec, [1, 2, 3]))
+    check(token_counts, RowGroup(spec, [1, 2, 3, 4]))
+
+
 def test_branches_of_a_sequence_share_what_they_have_in_common() -> None:
     spec, token_counts = make_spec(PENALTIES, output_start=2), make_counts()
     log = [1, 2, 3, 4]

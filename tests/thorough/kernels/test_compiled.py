@@ -92,6 +92,7 @@ def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: in
         **dict.fromkeys(("sequence", "position", "draft", "parent", "grammar"), (num_rows,)),
         **dict.fromkeys(("first", "count", "top_k", "slot", "allowed", "rejects"), (num_sequences,)),
         "bias_token": (num_sequences, width),
+        "ahead": (num_rows, width),
         "ended": (num_rows, width),
         "bad": (num_rows, width),
         "draft_ids": (num_rows, 32),
