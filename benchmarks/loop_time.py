@@ -32,8 +32,9 @@ from benchmarks.modes.report import processor_name
 from benchmarks.scripted import ScriptedTarget
 from cluster.config.limits import Limits, ResponsesStore
 from cluster.models.demos import demo_folder
-from deployments.http import ApiSettings, create_app
+from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
+from deployments.http.service import ApiSettings
 from deployments.http.store import MemoryStore
 from deployments.transport.host import LoopHost
 from specdec.core.backends import Verification, VerifyJob

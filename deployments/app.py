@@ -30,7 +30,7 @@ from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
 from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
-from deployments.transport.discovery import pinned_options
+from deployments.transport.discovery import HEALTH_OPTIONS, pinned_options
 from deployments.workers import DraftServer, TargetServer
 from specdec.models.describe import describe_pair
 from specdec.models.loading import load_tokenizer
@@ -38,8 +38,6 @@ from specdec.structured.parsing.selection import AnswerForms
 
 logger = logging.getLogger("ray.serve")
 
-INGRESS_HEALTH_TIMEOUT_S = 5.0
-"""Serve replaces an ingress whose loop stands still through three health checks in a row; its default is 3 x 30 s."""
 _MOST_REQUESTS = 100_000
 """Serve's own limit of a replica of the ingress, never reached: that of ``limits`` is, whose refusals are OpenAI's."""
 
@@ -87,8 +85,7 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
         max_surge_percent=surge["ingress"],
         max_ongoing_requests=_MOST_REQUESTS,
         max_queued_requests=-1,
-        health_check_period_s=1.0,
-        health_check_timeout_s=INGRESS_HEALTH_TIMEOUT_S,
+        **HEALTH_OPTIONS,
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )

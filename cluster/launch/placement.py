@@ -23,12 +23,17 @@ class Devices:
     Attributes:
         num_gpus: Whole GPUs of all nodes.
         num_cpus: CPU cores of all nodes.
-        gpus_per_node: GPUs of the node that has the most; None where all are on one node.
+        node_gpus: GPUs of each node; empty where all are on one node.
     """
 
     num_gpus: int
     num_cpus: float
-    gpus_per_node: int | None = None
+    node_gpus: tuple[int, ...] = ()
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of the node that has the most."""
+        return max(self.node_gpus, default=self.num_gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +185,8 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
 
     What ``actors`` says for a deployment counts. Of what is left, each model that may use a GPU gets a whole one where
     there are enough of them, else an equal part of one. A model spread by ``device_map: auto`` gets what the others
-    leave of a node. On a machine without a GPU each gets a core and a torch thread. Where the number of replicas is a
-    range there is room for the most of them, as a share is fixed when its replica starts.
+    leave of a node wherever they are. On a machine without a GPU each gets a core and a torch thread. Where the number
+    of replicas is a range there is room for the most of them, as a share is fixed when its replica starts.
 
     A model that may use a GPU never gets a CPU unasked while there is a GPU or may come one.
 
@@ -226,7 +231,7 @@ def ray_devices() -> Devices:
     return Devices(
         num_gpus=math.floor(have.get("GPU", 0)),
         num_cpus=float(have.get("CPU", 0)),
-        gpus_per_node=math.floor(max(per_node, default=0)),
+        node_gpus=tuple(math.floor(gpus) for gpus in per_node if gpus >= 1),
     )
 
 
@@ -266,13 +271,29 @@ def _gpus(workers: Sequence[_Worker], devices: Devices, can_grow: bool) -> dict[
         )
     share = equal_share(free, sum(worker.count for worker in to_choose))
     num_spread = sum(worker.count for worker in to_choose if worker.gpus.is_spread)
+    num_others = sum(worker.count for worker in to_choose if not worker.gpus.is_spread)
+    num_others += sum(worker.count * math.ceil(gpus[worker.role]) for worker in said)
     for worker in to_choose:
         gpus[worker.role] = share
         if worker.gpus.is_spread and share == 1:
-            num_others = sum(other.count for other in to_choose if not other.gpus.is_spread)
-            per_node = devices.num_gpus if devices.gpus_per_node is None else devices.gpus_per_node
-            gpus[worker.role] = float(min((free - num_others) // num_spread, per_node))
+            gpus[worker.role] = float(_spread_size(num_spread, num_others, devices))
     return gpus
+
+
+def _spread_size(num_spread: int, num_others: int, devices: Devices) -> int:
+    """The most GPUs of each of the spread replicas for which they find room, wherever Ray puts the others' GPUs.
+
+    Ray places replicas as they come, and may put one of the others on every node.
+    """
+    nodes = devices.node_gpus or (devices.num_gpus,)
+    for size in range(max(nodes), 1, -1):
+        # GPUs that others must hold to cost the nodes one place of this size after the other, the cheapest first.
+        costs = sorted(
+            size if place else num_gpus % size + 1 for num_gpus in nodes for place in range(num_gpus // size)
+        )
+        if len(costs) >= num_spread and sum(costs[: len(costs) - num_spread + 1]) > num_others:
+            return size
+    return 1
 
 
 def _without_gpus(workers: Sequence[_Worker], devices: Devices, can_grow: bool) -> dict[Role, float]:
@@ -345,7 +366,7 @@ def _remarks(
             f"parts of a GPU for a replica: {', '.join(shared)}. Processes on one GPU take turns, unless NVIDIA's MPS "
             "runs: drafting and verifying then no longer overlap, and each waits for the other's steps"
         )
-    per_node = devices.num_gpus if devices.gpus_per_node is None else devices.gpus_per_node
+    per_node = devices.gpus_per_node
     wanted = _num_taken([(worker.count, shares[worker.role].num_gpus) for worker in workers])
     if wanted > devices.num_gpus or any(share.num_gpus > per_node for share in shares.values()):
         largest = max(share.num_gpus for share in shares.values())

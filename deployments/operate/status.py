@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from ray import serve
 from ray.serve import Application
+from ray.util.metrics import Gauge
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -29,12 +30,16 @@ from deployments.http.keys import ApiKeys
 from deployments.metrics.page import metrics_page
 from deployments.operate.live import WatchedFile
 from deployments.operate.readiness import PATIENCE_S, ReplicaPoll, missing_parts
+from deployments.transport.discovery import HEALTH_OPTIONS
 from specdec.core.errors import SpecdecError
 
 logger = logging.getLogger("ray.serve")
 
 FRESH_S = 5.0
 """Serve is asked again when its answer is older than this."""
+
+UPDATE_LATE = "specdec_update_late"
+"""A gauge of each application, by Ray's exporter: the alert on late updates asks for it."""
 
 Update = dict[str, Any]
 
@@ -116,7 +121,7 @@ _HEALTH_S, _METRICS_S = 1.0, 0.1
 _OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
     "max_ongoing_requests": 1000,
-    "health_check_period_s": 1.0,
+    **HEALTH_OPTIONS,
     "max_surge_percent": 100,
     "graceful_shutdown_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -142,7 +147,9 @@ class Health:
         self._applications = [args.application] if args.draft_pool is None else [args.application, args.draft_pool]
         self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
         self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
-        self._updates = [UpdateWatch(name, args.update_timeout_s) for name in self._applications]
+        self._updates = {name: UpdateWatch(name, args.update_timeout_s) for name in self._applications}
+        text = "1 while an update takes longer than update_timeout_s, else 0."
+        self._late = Gauge(UPDATE_LATE, text, tag_keys=("application",))
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
@@ -162,11 +169,14 @@ class Health:
 
     async def check_health(self) -> None:
         """Serve's health check, once a second: how long an update takes is counted even if nobody asks."""
-        await self._update()
+        for name, watch in self._updates.items():
+            update = await watch.get()
+            is_late = update is not None and update["status"] == "late"
+            self._late.set(float(is_late), {"application": name})
 
     async def _update(self) -> Update | None:
         """The worst update of the application and its draft pool."""
-        return worst(await asyncio.gather(*(watch.get() for watch in self._updates)))
+        return worst(await asyncio.gather(*(watch.get() for watch in self._updates.values())))
 
     async def _stages(self) -> dict[str, str]:
         """What replicas that start do, by deployment; nothing where Ray's head does not answer."""

@@ -164,14 +164,21 @@ class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
 
 PINNING_REQUEST_ROUTER = "deployments.transport.discovery:PinningRequestRouter"
 
+HEALTH_OPTIONS: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+"""Of every deployment. Serve replaces a replica that fails three checks in a row: within 20 s of its hanging.
+
+A check needs one turn of the replica's event loop. Models load before the first check, and steps run on a thread of
+their own, so a busy replica answers; only an event loop that gets no turn for 15 s fails. Serve's defaults are 10 s and
+30 s.
+"""
+
 
 def pinned_options(graceful_shutdown_timeout_s: float = 30.0) -> dict[str, Any]:
     """Options of draft, target and router; not of the ingress.
 
     - ``max_ongoing_requests``: a link over Serve's streams counts as a request for as long as it lives. Serve's default
       of 5 would leave later ones waiting; 10000 is never reached.
-    - ``health_check_period_s``: a replica that died is replaced within about a second; Serve's default is 10.
-    - ``health_check_timeout_s``: a health check that does not answer is failed after this; three in a row replace.
+    - :data:`HEALTH_OPTIONS`: a replica that died is replaced within about a second, one that hangs within 20.
     - ``graceful_shutdown_wait_loop_s``: a replica that is to stop sleeps so long before it first looks whether its
       requests have ended (default 2).
 
@@ -181,8 +188,7 @@ def pinned_options(graceful_shutdown_timeout_s: float = 30.0) -> dict[str, Any]:
     return {
         "max_ongoing_requests": 10_000,
         "max_queued_requests": -1,
-        "health_check_period_s": 1.0,
-        "health_check_timeout_s": 10.0,
+        **HEALTH_OPTIONS,
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": graceful_shutdown_timeout_s,
         "request_router_config": RequestRouterConfig(request_router_class=PINNING_REQUEST_ROUTER),

@@ -239,7 +239,7 @@ def _faults() -> Iterator[Rule]:
 
 
 def _updates() -> Iterator[Rule]:
-    """By Serve's own status of applications (1: the deployment failed, 5: it is under way), and by KubeRay's."""
+    """By Serve's own status of applications (1: the deployment failed), by /health, and by KubeRay's."""
     status = f"max {SERVICE} (ray_serve_application_status)"
     yield _alert(
         "SpecdecUpdateFailed",
@@ -251,10 +251,10 @@ def _updates() -> Iterator[Rule]:
     )
     yield _alert(
         "SpecdecUpdateLate",
-        f"{status} == 5",
-        "15m",
+        f"max {SERVICE} (specdec_update_late) == 1",
+        "1m",
         "warning",
-        "An update takes longer than 15 minutes",
+        "An update takes longer than update_timeout_s",
         "Read `update` at /health: a surge waits for a free device; free one, or set updates of that model to replace.",
     )
     yield _alert(

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = re.compile(r"(specdec|cluster|deployments|k8s|tests|benchmarks|examples)(\.\w+)+:\w+")
 ORDER = ("specdec", "cluster", "deployments", "k8s", "tests", "benchmarks", "examples")
@@ -36,8 +38,16 @@ def test_modules_that_strings_name_exist_and_are_not_above() -> None:
         assert package != "specdec" or module.startswith("specdec."), name
 
 
-def test_the_command_line_imports_no_heavy_library() -> None:
-    code = "import sys, cluster.cli; print({'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("cluster.cli", {"torch", "ray", "transformers", "fastapi"}),
+        ("deployments.operate.status", {"torch", "transformers"}),  # a process each for /health and /metrics
+        ("deployments.http.store", {"torch", "ray", "transformers", "fastapi"}),  # the process that is the store
+    ],
+)
+def test_what_is_a_small_process_imports_no_heavy_library(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

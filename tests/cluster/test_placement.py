@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -219,8 +220,35 @@ def test_a_model_is_on_a_cpu_where_no_gpu_can_come_or_where_it_is_said():
         assert (gpus(placement), placement.remarks) == ((0, 0), ())
 
 
-def test_a_spread_model_stays_on_one_node():
-    assert gpus(plan(Devices(8, 16, gpus_per_node=4), target={"device_map": "auto"})) == (4, 1)
+@pytest.mark.parametrize(
+    ("node_gpus", "num_targets", "num_drafts", "each"),
+    [
+        ((4, 4), 1, 1, 4),
+        ((4, 4), 1, 2, 3),  # Ray may put a draft on each node: 4 would then wait for ever
+        ((4, 4), 1, 5, 2),
+        ((8, 2, 2), 1, 1, 7),
+        ((8, 8), 2, 2, 6),
+        ((4, 4, 4), 2, 2, 3),
+        ((4, 4), 1, 7, 1),
+    ],
+)
+@pytest.mark.parametrize("are_said", [False, True])
+def test_a_spread_model_finds_room_on_one_node_wherever_the_drafts_are(
+    node_gpus, num_targets, num_drafts, each, are_said
+):
+    actors = {"actors": {"draft": {"num_gpus": 1}}} if are_said else {}
+    replicas = {"target": num_targets, "draft": num_drafts}
+    devices = Devices(sum(node_gpus), 64, node_gpus)
+    assert gpus(plan(devices, target={"device_map": "auto"}, replicas=replicas, **actors)) == (each, 1)
+
+    def worst(size: int) -> int:
+        """Targets that find room in the worst places of the drafts."""
+        places = itertools.combinations_with_replacement(range(len(node_gpus)), num_drafts)
+        left = ([have - where.count(node) for node, have in enumerate(node_gpus)] for where in places)
+        return min(sum(free // size for free in nodes) for nodes in left if min(nodes) >= 0)
+
+    assert worst(each) >= num_targets
+    assert worst(each + 1) < num_targets
 
 
 def test_a_replica_without_a_gpu_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:

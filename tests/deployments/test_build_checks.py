@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import inspect
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from ray.serve import Application, Deployment
 
 from cluster.config.app import AppArgs
+from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
+from cluster.launch.placement import Devices
 from cluster.models.demos import demo_folder
 from deployments import app
 from deployments.operate import status
 from specdec.core.errors import SpecdecError
+
+
+def deployments_of(application: Application) -> Iterator[Deployment]:
+    yield application._bound_deployment
+    for bound in application._bound_deployment.init_args:
+        if isinstance(bound, Application):
+            yield from deployments_of(bound)
 
 
 def check(**keys: Any) -> None:
@@ -83,3 +94,18 @@ def test_serve_can_tell_the_class_of_a_builders_argument(build: Any) -> None:
     """Postponed annotations are texts, and Serve then hands the argument over as it came: a dict."""
     (parameter,) = inspect.signature(build).parameters.values()
     assert issubclass(parameter.annotation, BaseModel)
+
+
+def test_every_replica_that_hangs_is_replaced_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve needs three failed checks; it gives each its whole time."""
+    monkeypatch.setattr(app, "check_ray", lambda _: None)
+    monkeypatch.setattr(app, "ray_devices", lambda: Devices(0, 8))
+    monkeypatch.setattr(app, "ray_nodes", tuple)
+    service = [*deployments_of(app.build_local_app(AppArgs()))]
+    keys = {"demo": "plain", "applications": ["a"], "actors": {"draft": {"num_gpus": 0}}}
+    pool = [*deployments_of(app.build_draft_pool(app.DraftPoolArgs.model_validate(keys)))]
+    parts = [build(status.StatusArgs())._bound_deployment for build in (status.build_health, status.build_metrics)]
+    assert [one.name for one in service] == [INGRESS, ROUTER, TARGET, DRAFT]
+    for one in (*service, *pool, *parts):
+        config = one._deployment_config
+        assert (config.health_check_period_s, config.health_check_timeout_s) == (1, 5), one.name

@@ -9,15 +9,18 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.config.app import AppArgs
+from cluster.config.base import validated
 from cluster.config.limits import ResponsesStore
 from deployments.http import store as store_module
 from deployments.http.store import NOTHING, Changes, MemoryStore, Store
 from deployments.operate import stores as stores_module
-from deployments.operate.stores import RayStore, RedisStore
+from deployments.operate.stores import RayStore, RedisStore, open_store
 from specdec.core.errors import ServiceUnavailableError
 
 MakeStore = Callable[..., Store]
@@ -260,6 +263,45 @@ async def test_requests_do_not_wait_for_a_slow_start_as_whoever_watches_does(mon
     assert await watch == WATCHED
     assert await store.get("o", "a") == b"x"
     assert store.num_starts == 1
+
+
+def versions(**keys: Any) -> list[AppArgs]:
+    """An application before and after an update that replaces every replica."""
+    changes: tuple[dict[str, Any], ...] = ({}, {"block_size": 32, "served_model_name": "other"})
+    return [validated(AppArgs, keys | change) for change in changes]
+
+
+async def test_an_update_finds_in_redis_what_was_there(redis_url: str) -> None:
+    before, after = (open_store(args, "updated") for args in versions(store={"redis_url": redis_url}))
+    await before.put("o", "response", b"x")
+    await before.assign("adapter", b"1")
+    assert await after.get("o", "response") == b"x"
+    assert (await after.changes(NOTHING, 0.0)).values == {"adapter": b"1"}
+    for store in (before, after):
+        await store._client.aclose()
+
+
+async def test_without_redis_one_actor_outlives_updates_on_the_nodes_of_ingresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def set_bounds(_: ResponsesStore) -> None: ...
+
+    def options(**given: Any) -> Any:
+        asked.append(given)
+        actor = SimpleNamespace(set_bounds=SimpleNamespace(remote=set_bounds))
+        return SimpleNamespace(remote=lambda _: actor)
+
+    monkeypatch.setattr(stores_module.ray, "remote", lambda _: SimpleNamespace(options=options))
+    labels = {"pool": "front"}
+    for args in versions(actors={"ingress": {"label_selector": labels}}):
+        await open_store(args, "specdec")._start()
+    before, after = asked
+    assert before == after
+    assert (before["name"], before["namespace"], before["get_if_exists"]) == ("store:specdec", "specdec", True)
+    assert (before["lifetime"], before["max_restarts"]) == ("detached", -1), "a node that goes costs what it held"
+    assert (before["label_selector"], before["num_cpus"]) == (labels, 0)
 
 
 async def test_stores_of_two_services_share_nothing(redis_url: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.operate.status import UpdateWatch, told
+from deployments.operate.status import Health, StatusArgs, UpdateWatch, told
 
 FAILED = "Traceback\n  File x\nspecdec.core.errors.MemoryPlanError: no room"
 
@@ -95,3 +95,18 @@ async def test_seconds_count_from_when_the_update_was_first_seen(monkeypatch: py
     update = await watch.get()
     assert update is not None
     assert update["status"] == "late"
+
+
+async def test_ray_is_told_of_each_application_whether_its_update_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"specdec": application("DEPLOYING", TargetServer=WAITS), "pool": application("RUNNING")}
+    told_of: dict[str, float] = {}
+    now_s = 1000.0
+    monkeypatch.setattr("deployments.operate.status.time.monotonic", lambda: now_s)
+    health = Health(StatusArgs(update_timeout_s=60, draft_pool="pool"))
+    monkeypatch.setattr(health._late, "set", lambda value, tags: told_of.update({tags["application"]: value}))
+    for pause_s, is_late in ((0, 0), (59, 0), (2, 1)):
+        now_s += pause_s
+        for watch in health._updates.values():
+            watch._asked_s, watch._status = float("-inf"), lambda: SimpleNamespace(applications=found)
+        await health.check_health()
+        assert told_of == {"specdec": is_late, "pool": 0}

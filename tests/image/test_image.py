@@ -89,7 +89,7 @@ def test_only_what_the_package_is_made_of_is_in_it(root: Path) -> None:
 
 
 def record(packages: Path) -> str:
-    (metadata,) = packages.glob("specdec-*.dist-info")
+    (metadata,) = packages.glob("specdec_serve-*.dist-info")
     return (metadata / "RECORD").read_text()
 
 

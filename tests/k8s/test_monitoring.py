@@ -14,6 +14,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deployments.metrics.families import FAMILIES, Family
+from deployments.operate.status import UPDATE_LATE
 from k8s.monitoring.__main__ import BOARDS, FOLDER, files
 from k8s.monitoring.charts import CHOSEN, CHOSEN_MODEL
 from k8s.monitoring.resources import NODES
@@ -33,8 +34,8 @@ def series_of(family: Family) -> list[str]:
 
 SERIES = {name: family for family in FAMILIES for name in series_of(family)}
 FOREIGN = ("ray_node_gram_used", "ray_node_gram_available", "ray_serve_application_status")
-FOREIGN += ("kuberay_service_condition_ready",)
-"""Series of Ray's and KubeRay's own that alerts ask for."""
+FOREIGN += ("kuberay_service_condition_ready", UPDATE_LATE)
+"""Series of no replica of the application that alerts ask for."""
 GAUGES = {family.series for family in FAMILIES if family.kind == "gauge"}
 
 

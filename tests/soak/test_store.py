@@ -32,6 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
     keys.write_text(f"ops: {KEY}\n")
     flags = ["--lora-folder", str(folder), "--access-api-keys-file", str(keys), "--access-admin-keys", "ops"]
     flags += ["--no-access-metrics-need-key", "--responses-store-enabled", "--replicas-ingress", "2"]
+    flags += ["--replicas-router", "2"]
     running = RunningService(*flags)
     yield running
     assert running.stop() == 0
@@ -101,29 +102,42 @@ def test_answers_go_out_while_the_store_hangs_and_when_it_has_died(service: Runn
     eventually(lambda: {http.get("/models/sql").status_code for _ in range(8)} == {404}, 60, "and every ingress knows")
 
 
-def test_one_ingress_that_hangs_costs_neither_health_nor_metrics_and_is_replaced(service: RunningService) -> None:
-    ingresses = processes(service, "OpenAIIngress")
-    assert len(ingresses) == 2
-    ingresses[0].send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize("part", ["OpenAIIngress", "SpeculationRouter"])
+def test_one_replica_that_hangs_costs_neither_health_nor_metrics_and_is_replaced(
+    service: RunningService, part: str
+) -> None:
+    replicas = processes(service, part)
+    assert len(replicas) == 2
+    hanging = replicas[0]
+    hanging.send_signal(signal.SIGSTOP)
     started_s, longest_s = time.monotonic(), 0.0
     try:
-        while ingresses[0].is_running() and time.monotonic() < started_s + 10:
+        while hanging.is_running() and time.monotonic() < started_s + 10:
             asked_s = time.monotonic()
             assert service.is_ready(), "one of two serves"
             longest_s = max(longest_s, time.monotonic() - asked_s)
             page = service.metrics()
             assert any("OpenAIIngress" in series for series in page)
             assert any("SpeculationRouter" in series for series in page)
-        gone_s = eventually(lambda: not _is_there(ingresses[0]), 120, "it is gone")
+        gone_s = eventually(lambda: not _is_there(hanging), 120, "it is gone")
     finally:
-        if _is_there(ingresses[0]):
-            ingresses[0].send_signal(signal.SIGCONT)
-    eventually(lambda: len(processes(service, "OpenAIIngress")) == 2, 120, "another has taken its place")
+        if _is_there(hanging):
+            hanging.send_signal(signal.SIGCONT)
+    eventually(lambda: len(processes(service, part)) == 2, 120, "another has taken its place")
     print(
         f"killed {time.monotonic() - started_s:.1f} s after it hung, at the latest ({gone_s:.1f} s waited); "
         f"/health took {longest_s:.1f} s at most"
     )
     assert service.is_ready()
+
+
+def test_health_waits_for_another_replica_where_its_only_one_has_died(service: RunningService) -> None:
+    (health,) = [one for one in processes(service, "Health") if "ray::" in " ".join(one.cmdline())]
+    health.send_signal(signal.SIGKILL)
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        assert client.get(f"{service.url}/v1/models", headers=HEADERS).status_code == 200, "requests do not need it"
+        assert {client.get(f"{service.url}/health").status_code for _ in range(4)} == {200}
+    assert len([one for one in processes(service, "Health") if _is_there(one)]) == 1
 
 
 def test_an_ingress_that_dies_takes_its_own_streams_and_nothing_from_the_store(

@@ -15,7 +15,8 @@ from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
 from cluster.models.demos import make_chat_target
-from deployments.http import ApiSettings, create_app
+from deployments.http.app import create_app
+from deployments.http.service import ApiSettings
 from tests.deployments.http.engine_service import EngineService
 
 pytestmark = pytest.mark.timeout(1800)

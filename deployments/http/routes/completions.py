@@ -1,4 +1,4 @@
-"""Text in, text or tokens out: ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize`` and ``/detokenize``."""
+"""Text in, text or tokens out: completions, chat completions, SageMaker's ``/invocations``, and tokens of texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployments.http.job import chat_job, completion_job
 from deployments.http.messages import Json
 from deployments.http.schemas.chat import ChatBody, ChatMessages, CompletionBody, ConversationBody
 from deployments.http.schemas.fields import Body, Integers
-from deployments.http.strict_json import StrictJsonRoute
+from deployments.http.strict_json import StrictJsonRequest, StrictJsonRoute
 from deployments.http.writing import json_bytes
 from specdec.core.errors import InvalidParameterError
 from specdec.text.prompts import check_token_ids
@@ -38,6 +38,17 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival
     await api.look_for(body.model)
     job = await while_connected(request.receive, chat_job(api, body, arrival))
     return with_ignored(await answer(api, job, Envelope(job, ChatFormat(api, job)), request), ignored)
+
+
+@router.post("/invocations", response_model=None)
+async def invocations(request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+    """What SageMaker sends: a chat completion if the body has ``messages``, else a completion."""
+    assert isinstance(request, StrictJsonRequest), "its route reads bodies strictly"
+    value = await request.json()
+    is_chat = isinstance(value, dict) and "messages" in value
+    request.model = ChatBody if is_chat else CompletionBody
+    body = await request.json()
+    return await (chat_completions if is_chat else completions)(body, request, api, arrival)
 
 
 _OF_TEMPLATES = (

@@ -16,16 +16,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
 from cluster.config.limits import Limits
-from deployments.http import (
-    ApiSettings,
-    ModelInfo,
-    SequenceRequest,
-    ServedModel,
-    TokenDelta,
-    create_app,
-)
+from deployments.http.app import create_app
 from deployments.http.observer import Observer
+from deployments.http.service import ApiSettings, ModelInfo, SequenceRequest, ServedModel
 from specdec.core.params import Acceptance, GenerationDefaults
+from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import ScriptedService, Step, rounds
 
 VOCAB_SIZE = 4096

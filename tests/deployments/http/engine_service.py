@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import specdec.demo
-from deployments.http import ModelInfo, SequenceRequest, ServedModel, TokenDelta
+from deployments.http.service import ModelInfo, SequenceRequest, ServedModel
 from specdec import BackendOptions, ModelSource, NgramOptions, SpeculativeEngine
 from specdec.core.types import Tokens
+from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import rounds
 from tests.specdec.engine.pairs import Case, collect
 

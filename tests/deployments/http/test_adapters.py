@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast
 from cluster.config.app import AppArgs
 from cluster.config.limits import ResponsesStore
 from cluster.models.demos import demo_folder
-from deployments.http import ApiSettings, SequenceRequest, ServedModel, create_app
+from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
+from deployments.http.service import ApiSettings, SequenceRequest, ServedModel
 from deployments.http.store import NOTHING, Changes, MemoryStore, Store, Version
 from deployments.operate import adapters as adapters_module
 from deployments.operate.adapters import _ENCODE, LoadedAdapters, add_adapter_routes, configured_adapters
@@ -622,6 +623,41 @@ async def test_loads_that_take_too_long_are_504_and_hold_up_no_check_of_what_oth
         may_end.set()
     assert [(status, error["code"]) for status, error in told] == [(504, "load_timeout")] * 3
     assert service.names() == {"sql": "sql", "chat": "chat"}
+
+
+async def test_a_load_whose_client_has_gone_lets_nobody_name_the_adapter(
+    service: Service, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be stopped, so a download goes on into the cache; its end changes nothing."""
+    may_end, running = threading.Event(), threading.Event()
+
+    def slow_reference(name: str, path: str) -> Adapter:
+        running.set()
+        assert may_end.wait(60)
+        return adapter_reference(name, path)
+
+    monkeypatch.setattr(adapters_module, "adapter_reference", slow_reference)
+    body = b'{"lora_name": "late", "lora_path": "chat"}'
+    headers = [(b"authorization", f"Bearer {KEYS['ops']}".encode()), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/load_lora_adapter", "root_path": "", "query_string": b""}
+    scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "server": ("api", 80), "client": ("c", 1)}
+    told: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if told:
+            return told.pop()
+        await asyncio.to_thread(running.wait, 60)
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    try:
+        async with asyncio.timeout(60):
+            await service.app(scope, receive, send)
+    finally:
+        may_end.set()
+    assert (await post("load_lora_adapter", lora_name="next", lora_path="chat"))[0] == 200, "the thread is free"
+    assert service.names() == {"sql": "sql", "next": "chat"}
 
 
 async def test_what_an_administrator_does_is_logged(post: Post, caplog: pytest.LogCaptureFixture) -> None:

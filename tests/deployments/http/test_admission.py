@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from cluster.config.limits import Limits
 from deployments.http.admission import Admission, Ticket
 from deployments.http.errors import ApiError
 from tests.deployments.http.conftest import limits
@@ -155,6 +156,17 @@ async def test_tokens_are_counted_when_they_are_known() -> None:
     first.leave()
     second.add_tokens(100)
     assert admission.num_tokens == 100
+
+
+async def test_without_a_word_an_ingress_holds_no_more_tokens_than_fit_its_memory() -> None:
+    most = 256 * 2**20 // 4
+    admission = Admission(Limits())
+    first, second = admission.enter("", 1), admission.enter("", 1)
+    first.add_tokens(most)
+    for num_tokens, status in ((1, 429), (most + 1, 400)):
+        with pytest.raises(ApiError) as caught:
+            second.add_tokens(num_tokens)
+        assert caught.value.status == status
 
 
 async def test_of_bytes_and_tokens_a_key_holds_its_share_and_no_more_but_for_one_request() -> None:

@@ -8,8 +8,8 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import SequenceRequest
 from deployments.http.schemas.fields import REFUSED, REFUSED_IN_MESSAGES
+from deployments.http.service import SequenceRequest
 from specdec.core.types import TokenLogprobs
 from tests.deployments.http.scripted import rounds
 

@@ -16,9 +16,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from cluster.config.limits import Limits
-from deployments.http import ApiSettings, SequenceRequest, TokenDelta, create_app
+from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
+from deployments.http.service import ApiSettings, SequenceRequest
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
+from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import Step
 
 from .conftest import MAX_MODEL_LEN, Bench, limits, listening
@@ -90,6 +92,9 @@ async def test_a_right_key_is_known_by_its_name(bench: Bench, caplog: pytest.Log
     assert "sk-bob" not in caplog.text
 
 
+EXPOSED = {"x-request-id", "retry-after", "x-should-retry", "x-specdec-ignored-fields", "x-specdec-warning"}
+
+
 async def test_pages_of_allowed_origins_may_call(bench: Bench) -> None:
     bench.says("ok")
     ours, other = "https://ours.example", "https://other.example"
@@ -101,6 +106,8 @@ async def test_pages_of_allowed_origins_may_call(bench: Bench) -> None:
         assert (await http.options("/v1/completions", headers=asked | {"Origin": other})).status_code == 400
         answer = await http.post("/v1/completions", json=ASK, headers=bearer(KEYS["bob"]) | {"Origin": ours})
         assert answer.headers["access-control-allow-origin"] == ours
+        exposed = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert exposed == EXPOSED, "a page can read these, and no other"
         answer = await http.post("/v1/completions", json=ASK, headers={"Origin": ours})
         assert error_of(answer, 401)
         assert answer.headers["access-control-allow-origin"] == ours, "a page can read why it is refused"

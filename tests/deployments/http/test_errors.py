@@ -9,8 +9,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from deployments.http import ApiSettings, TokenDelta
+from deployments.http.service import ApiSettings
 from specdec.core.errors import ServiceUnavailableError
+from specdec.protocol.ingress import TokenDelta
 
 from .conftest import Bench, limits
 

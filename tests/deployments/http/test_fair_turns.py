@@ -9,8 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from deployments.http import ApiSettings, create_app
+from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
+from deployments.http.service import ApiSettings
 
 from .conftest import Bench
 

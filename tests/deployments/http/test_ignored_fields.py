@@ -10,8 +10,8 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings
 from deployments.http.schemas.fields import IGNORED, REFUSED, REFUSED_IN_COMPLETIONS, REFUSED_IN_MESSAGES, is_neutral
+from deployments.http.service import ApiSettings
 
 from .conftest import Bench
 

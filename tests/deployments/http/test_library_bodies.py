@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings
+from deployments.http.service import ApiSettings
 
 from .bodies import MESSAGES, Json
 from .conftest import Bench

@@ -12,8 +12,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from deployments.http import SequenceRequest, TokenDelta
+from deployments.http.service import SequenceRequest
 from specdec.core.errors import ServiceUnavailableError
+from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import Step
 
 from .conftest import Bench

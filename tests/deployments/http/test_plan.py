@@ -11,8 +11,9 @@ from httpx2 import ASGITransport, AsyncClient
 from prometheus_client import CollectorRegistry
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
-from deployments.http import ApiSettings, create_app
+from deployments.http.app import create_app
 from deployments.http.observer import Observer
+from deployments.http.service import ApiSettings
 from deployments.tokens import RoutedTokens
 from deployments.transport.host import LoopHost
 from specdec.core.messages import Plan

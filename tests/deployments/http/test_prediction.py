@@ -9,10 +9,10 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
-from deployments.http import TokenDelta
 from deployments.http.tally import RoundTally
 from specdec.core.messages import Notes
 from specdec.core.tokens import NO_TOKENS
+from specdec.protocol.ingress import TokenDelta
 from tests.letters import provenance
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench

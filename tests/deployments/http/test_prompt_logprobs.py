@@ -10,9 +10,11 @@ import pytest
 from openai import AsyncOpenAI, InternalServerError
 
 from cluster.config.limits import Limits
-from deployments.http import ApiSettings, SequenceRequest, TokenDelta, create_app
+from deployments.http.app import create_app
 from deployments.http.job import make_echo
+from deployments.http.service import ApiSettings, SequenceRequest
 from specdec.core.types import PromptLogprobs, TokenLogprobs
+from specdec.protocol.ingress import TokenDelta
 from specdec.text.detokenizer import TokenTexts
 from tests.deployments.http.scripted import Step, rounds
 

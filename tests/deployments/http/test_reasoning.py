@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings
+from deployments.http.service import ApiSettings
 from specdec.sampling.rows import RowGroup
 from specdec.structured.compiler import Grammars
 from specdec.structured.matchers import Matchers

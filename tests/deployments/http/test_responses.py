@@ -11,11 +11,13 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings, TokenDelta, create_app
+from deployments.http.app import create_app
 from deployments.http.schemas.fields import REFUSED_IN_RESPONSES
+from deployments.http.service import ApiSettings
 from specdec.core.errors import SequenceFailedError
 from specdec.core.grammar import Grammar
 from specdec.core.types import TokenLogprobs
+from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import rounds
 
 from .conftest import TEXT, Bench, limits

@@ -12,7 +12,8 @@ from openai import AsyncOpenAI
 from openai.types.responses import ParsedResponse, ResponseFunctionToolCall
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings, create_app
+from deployments.http.app import create_app
+from deployments.http.service import ApiSettings
 
 from .engine_service import EngineService
 from .test_tool_loop import KINDS, Order, Weather

@@ -18,11 +18,12 @@ from openai.types.responses import ResponseItemList
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config.limits import ResponsesStore
-from deployments.http import ApiSettings, create_app
 from deployments.http import writing as writing_module
+from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
 from deployments.http.responses import kept as kept_module
 from deployments.http.routes import responses as responses_module
+from deployments.http.service import ApiSettings
 from deployments.http.store import MemoryStore, Store
 from deployments.http.writing import json_bytes
 from specdec.core.errors import ServiceUnavailableError

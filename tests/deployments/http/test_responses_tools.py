@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings
+from deployments.http.service import ApiSettings
 from specdec.core.types import TokenLogprobs
 from tests.deployments.http.scripted import rounds
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import SequenceRequest
+from deployments.http.service import SequenceRequest
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import TokenLogprobs
 from specdec.text.prompts import encode_bad_words
@@ -209,6 +209,33 @@ async def test_ids_and_fingerprints(bench: Bench, http: httpx2.AsyncClient, toke
     assert standalone["system_fingerprint"] != answer["system_fingerprint"] == target.fingerprint
     assert target.fingerprint == Bench(tokenizer).service.model_info().target.fingerprint
     assert dataclasses.replace(target, decision="another").fingerprint != target.fingerprint
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
+async def test_an_invocation_is_what_its_body_says(
+    bench: Bench, http: httpx2.AsyncClient, path: str, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    bench.says("ok")
+    own, invoked = [await http.post(to, json=body | fields) for to in (f"/v1/{path}", "/invocations")]
+    assert (own.status_code, invoked.status_code) == (200, 200)
+    assert invoked.headers["content-type"] == own.headers["content-type"]
+    first, other = bench.service.opened
+    assert first.prompt == other.prompt
+    own, invoked = [await http.post(to, json=body | {"n": "many"}) for to in (f"/v1/{path}", "/invocations")]
+    assert (invoked.status_code, invoked.json()) == (400, own.json())
+    assert (await http.post("/invocations", content="[1")).status_code == 400
+    assert (await http.post("/invocations", json=[])).status_code == 400
+
+
+async def test_no_path_of_the_machine_is_told(bench: Bench, http: httpx2.AsyncClient) -> None:
+    info = bench.service.model_info()
+    target = dataclasses.replace(info.target, root="/srv/models/big")
+    bench.service._info = dataclasses.replace(info, target=target)
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [model["root"] for model in listed if model["id"] == "demo"] == ["big"]
+    for path in ("/", "/v1/models", "/v1/models/demo"):
+        assert "/srv" not in (await http.get(path)).text
 
 
 async def test_pages_for_people_and_probes(bench: Bench, http: httpx2.AsyncClient) -> None:

@@ -6,7 +6,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings
+from deployments.http.service import ApiSettings
 from tests.deployments.http.scripted import rounds
 
 from .conftest import TEXT, Bench

@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings, create_app
+from deployments.http.app import create_app
+from deployments.http.service import ApiSettings
 
 from .engine_service import EngineService
 from .test_tools import LLAMA_LIKE, RESPONSE_TEMPLATE

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import ApiSettings
+from deployments.http.service import ApiSettings
 from tests.deployments.http.scripted import rounds
 
 from .bodies import SCHEMA

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
-from deployments.http import ApiSettings
+from deployments.http.service import ApiSettings
 from deployments.metrics import spans as tracing
 from deployments.metrics.spans import RequestSpan, sequence_tracer, serve_tracer
 from tests.deployments.http.conftest import Bench

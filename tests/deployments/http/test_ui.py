@@ -10,11 +10,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from deployments.http import ApiSettings, TokenDelta, create_app
+from deployments.http.app import create_app
 from deployments.http.keys import OPEN_PATHS, ApiKeys
 from deployments.http.routes.pages import UI_PATHS
+from deployments.http.service import ApiSettings
 from specdec.core.messages import Notes, Plan, RoundTimes
 from specdec.core.types import TokenLogprobs
+from specdec.protocol.ingress import TokenDelta
 from tests.letters import provenance
 
 from .conftest import Bench

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.http import create_app
+from deployments.http.app import create_app
 from specdec.core.errors import SequenceFailedError
 
 from .conftest import Bench, limits, listening
