@@ -143,6 +143,13 @@ class _HostBuffer:
             self._event.synchronize()
 
 
+def _copy(to: Tensor, of: Tensor, num_words: int | None) -> None:
+    """Put a copy of the first words, or of all, in the device's queue."""
+    if num_words is not None:
+        to, of = to[:num_words], of[:num_words]
+    to.copy_(of, non_blocking=True)
+
+
 class Staging:
     """The input of steps: the host fills one buffer of a ring while the device may still read the one before.
 
@@ -178,8 +185,11 @@ class Staging:
             self._filling.wait()
         return self._filling.arrays
 
-    def upload(self) -> None:
+    def upload(self, num_words: int | None = None) -> None:
         """Put one copy of the filled buffer in the device's queue.
+
+        Args:
+            num_words: How many of the first words are copied; by default all of them.
 
         Raises:
             RuntimeError: :meth:`begin` has not been called.
@@ -187,7 +197,7 @@ class Staging:
         buffer = self._filling
         if buffer is None:
             raise RuntimeError("begin comes before upload")
-        self.words.copy_(buffer.words, non_blocking=True)
+        _copy(self.words, buffer.words, num_words)
         buffer.mark()
         self._filling = None
         self._free.append(buffer)
@@ -222,8 +232,11 @@ class Record:
         """Downloads that have not been collected."""
         return len(self._under_way)
 
-    def download(self) -> None:
+    def download(self, num_words: int | None = None) -> None:
         """Put one copy of the record in the device's queue, behind what writes it.
+
+        Args:
+            num_words: How many of the first words are copied; by default all of them.
 
         Raises:
             RuntimeError: ``depth`` downloads have not been collected.
@@ -231,7 +244,7 @@ class Record:
         if not self._free:
             raise RuntimeError(f"collect comes first: {len(self._under_way)} records are under way")
         buffer = self._free.popleft()
-        buffer.words.copy_(self._words, non_blocking=True)
+        _copy(buffer.words, self._words, num_words)
         buffer.mark()
         self._under_way.append(buffer)
 

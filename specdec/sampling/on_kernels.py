@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.messages import Candidates
-from specdec.executor.staging import Field, Layout, Record
+from specdec.executor.staging import Field, Layout, Record, Staging
 from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width
 from specdec.sampling.edits import Editor, Edits, padded
 from specdec.sampling.logprobs import entries_of, logprob_numbers
-from specdec.sampling.rows import UNUSED_TRUNCATION, LogprobReport, Rows, VerifiedRun, on_device
+from specdec.sampling.rows import UNUSED_TRUNCATION, LogprobReport, Rows, VerifiedRun
 
 _LEAST_CAPABILITY = (8, 0)
+_WORD_BYTES, _ALIGNMENT = 4, 4
+"""Of what is sent: int32 words, and in words where an array may begin."""
 _NOTHING = Candidates((), ())
 
 
@@ -33,16 +36,21 @@ def _can_run(device: torch.device) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
+_TYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int64, np.float64: torch.float64}
+
+
 class Told(NamedTuple):
     """What kernels are told of a step.
 
     Attributes:
         step: Its arrays, on the device.
         options: What is used at all, by the names of ``TritonSampler.decide``.
+        others: What else was sent.
     """
 
     step: SampleStep
     options: dict[str, bool]
+    others: list[Tensor]
 
 
 class KernelSampler:
@@ -58,6 +66,9 @@ class KernelSampler:
         self._sizes = self._room = 0, 0, 0
         self._kernels: Any = None
         self._record: Record | None = None
+        self._staging: Staging | None = None
+        self._sent_shapes: list[tuple[type[Any], tuple[int, ...]]] = []
+        self._views: list[Tensor] = []
 
     def choose(self, logits: Tensor, rows: Rows) -> Tensor:
         """The coupled rule's token for every row: int32 [N], overwritten by the next step.
@@ -66,12 +77,14 @@ class KernelSampler:
             logits: [N, at least V], as the model gave them; not changed.
             rows: Of them; groups with a grammar have their masks.
         """
-        return self._decide(logits, rows, (), None)
+        self._decide(logits, self.told(rows), rows)
+        return self._chosen(rows)
 
     def score(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The same, and by what they were chosen, with noise: float32 [N, V]."""
         scores = torch.empty(rows.num_rows, self._vocab_size, device=self._device)
-        return self._decide(logits, rows, (), scores), scores
+        self._decide(logits, self.told(rows), rows, scores)
+        return self._chosen(rows), scores
 
     def verify(
         self, logits: Tensor, rows: Rows, candidates: Sequence[tuple[Candidates, ...]], flags: Tensor | None
@@ -90,51 +103,81 @@ class KernelSampler:
         asking = rows.using(lambda params: params.logprobs is not None)
         num_top = [rows.groups[i].spec.sampling.logprobs or 0 for i in asking]
         most = max((rows.counts[i] for i in asking), default=0)
+        first = np.array([rows.starts[i] for i in asking], np.int64)
+        told = self.told(rows, candidates, np.array(asking, np.int64), first)
         self._make_room(rows)
         width = 2 + 2 * min(max(2, *num_top, 0), self._vocab_size)
         num_flags = 0 if flags is None else len(flags)
         record = self._begin_record(num_flags, len(asking) * most, width)
-        self._decide(logits, rows, candidates, None)
+        self._decide(logits, told, rows)
         if flags is not None:
             record.tensors["flags"][:num_flags].copy_(flags)
         if asking:
-            given = record.tensors["numbers"].view(-1)[: len(asking) * most * width]
-            numbers = self._logprobs(logits, rows, asking, most, max(num_top))
-            given.copy_(numbers.view(-1))
-        record.download()
+            given = record.tensors["numbers"][: len(asking) * most * width]
+            numbers, starts = told.others
+            given.copy_(self._logprobs(logits, numbers, starts, most, max(num_top)).view(-1))
+        # Numbers come last, and are not copied where nobody asks.
+        record.download(None if asking else record.layout.offsets["numbers"])
         arrays = record.collect()
         decided = arrays["decided"]
         runs = [_run(decided[i], len(decided[i]) // 2 - 1, bool(group.parents)) for i, group in enumerate(rows.groups)]
         reports: list[LogprobReport] = [None] * len(runs)
-        told = arrays["numbers"].reshape(-1)[: len(asking) * most * width].reshape(len(asking), most, width)
-        for i, own, top in zip(asking, told, num_top, strict=True):
+        reported = arrays["numbers"][: len(asking) * most * width].reshape(len(asking), most, width)
+        for i, own, top in zip(asking, reported, num_top, strict=True):
             own = own[: len(runs[i].run)]
             reports[i] = tuple(entries_of(own.tolist(), [top] * len(own)))
         return runs, reports, arrays["flags"][:num_flags] != 0
 
-    def told(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = ()) -> Told:
-        """Lay a step out, and bring it to the device in one transfer."""
+    def told(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = (), *others: NDArray[np.int64]) -> Told:
+        """Lay a step out, and bring it to the device in one transfer; it stays there until the next step."""
         edits = self.editor.lay_out(rows)
         arrays, options = _laid_out(rows, edits, candidates)
-        *sent, cleared, prompt_bits, at, by = on_device(self._device, *arrays.values(), *edits.changes)
+        sent = self._sent([*arrays.values(), *edits.changes, *others])
+        fields = dict(zip(arrays, sent, strict=False))
+        changes, rest = sent[len(fields) :][: len(edits.changes)], sent[len(fields) + len(edits.changes) :]
         counts = self.editor.token_counts
         if options["penalties"]:
-            counts.apply(cleared, prompt_bits, at, by)
-        fields = dict(zip(arrays, sent, strict=True))
-        return Told(SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **fields), options)
+            counts.apply(*changes)
+        return Told(SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **fields), options, rest)
 
-    def _decide(
-        self, logits: Tensor, rows: Rows, candidates: Sequence[tuple[Candidates, ...]], scores: Tensor | None
-    ) -> Tensor:
+    def _sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Arrays of items of whole words, on the device."""
+        counts = [values.nbytes // _WORD_BYTES for values in arrays]
+        *starts, end = accumulate((-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts), initial=0)
+        if self._staging is None or self._staging.layout.num_words < end:
+            self._staging = Staging(Layout((Field("words", (1 << (end - 1).bit_length(),)),)), self._device)
+            self._sent_shapes = []
+        words = self._staging.begin()["words"]
+        for values, start, count in zip(arrays, starts, counts, strict=True):
+            words[start : start + count] = np.ascontiguousarray(values).reshape(-1).view(np.int32)
+        self._staging.upload(end)
+        shapes = [(values.dtype.type, values.shape) for values in arrays]
+        if shapes != self._sent_shapes:  # steps that decode have those of the step before
+            self._sent_shapes = shapes
+            parts = (self._staging.words[start : start + count] for start, count in zip(starts, counts, strict=True))
+            self._views = [
+                part.view(_TYPES[dtype]).view(shape) for part, (dtype, shape) in zip(parts, shapes, strict=True)
+            ]
+        return self._views
+
+    def _decide(self, logits: Tensor, told: Told, rows: Rows, scores: Tensor | None = None) -> None:
         self._make_room(rows)
-        step, options = self.told(rows, candidates)
-        self._kernels.decide(logits, step, scores=scores, **options)
+        self._kernels.decide(logits, told.step, scores=scores, **told.options)
+
+    def _chosen(self, rows: Rows) -> Tensor:
         chosen: Tensor = self._kernels.chosen[: rows.num_rows]
         return chosen
 
-    def _logprobs(self, logits: Tensor, rows: Rows, asking: Sequence[int], most: int, num_top: int) -> Tensor:
-        """Numbers of the tokens of records, ``most`` for each group that asks; of those that are not there anything."""
-        numbers, starts = on_device(self._device, np.array(asking), np.array([rows.starts[i] for i in asking]))
+    def _logprobs(self, logits: Tensor, numbers: Tensor, starts: Tensor, most: int, num_top: int) -> Tensor:
+        """What to report of the tokens of records; of those that are not there anything.
+
+        Args:
+            logits: Of all rows.
+            numbers: int64 [G], the groups that ask.
+            starts: int64 [G], their first rows.
+            most: Tokens of each.
+            num_top: See :func:`logprob_numbers`.
+        """
         decided = self._kernels.record.index_select(0, numbers)
         width = decided.shape[1] // 2 - 1
         tokens, path = decided[:, NUM_FIXED:][:, :most], decided[:, NUM_FIXED + width :][:, : most - 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.kernels.sampled import bits, random_groups, step_of
+from tests.specdec.operators import Operators
 from tests.specdec.sampling.reference import make_spec
 
 CPU = torch.device("cpu")
@@ -68,11 +70,11 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     logits = torch.randn(num_rows + 2, VOCAB + 7, generator=generator) * 3
     logits[:3, 5], logits[:3, 6] = 23.0, 22.5
     groups = drafts_that_stand(groups, logits, rng)
-    step, options = step_of(groups, VOCAB)
+    step, *rest = step_of(groups, VOCAB)
     padding = {name: functional.pad(getattr(step, name), (0, 2), value=-1) for name in BY_ROW}
     padding |= {name: functional.pad(getattr(step, name), (0, 0, 0, 2), value=-1) for name in ("ahead", "ended", "bad")}
     step = replace(step, **padding)
-    chosen, records = decided(logits, Told(step, options))
+    chosen, records = decided(logits, Told(step, *rest))
     expected = Sampler(VOCAB).sample(logits[:num_rows], groups)
     by_row = Sampler(VOCAB).sample(logits[:num_rows], [row for group in groups for row in group.by_row()])
     assert torch.equal(by_row, expected)
@@ -174,7 +176,7 @@ def test_kernel_truncates_as_the_reference() -> None:
     logits = torch.randn(len(groups), VOCAB, generator=generator) * 2
     logits[::3] = logits[::3].mul(4).round() / 4
     logits[::2, 30:70] = -torch.inf
-    step, _ = step_of(groups, VOCAB)
+    step = step_of(groups, VOCAB).step
     sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=64)
     sampler.decide(logits, step, penalties=False, truncation=True, noise=True, rejection=False)
     scaled = logits - logits.amax(1, keepdim=True)
@@ -245,3 +247,21 @@ def test_steps_that_kernels_decide_are_those_that_torch_decides() -> None:
             log += run.run
     assert num_accepted > 5
     assert any(report for report in found.logprobs)
+
+
+@interpreted
+def test_a_step_waits_once_for_one_copy_each_way() -> None:
+    from specdec.kernels.triton.sample import TritonSampler
+
+    groups = random_groups(random.Random(3), VOCAB, 4, trees=True)
+    params = [replace(group.spec.sampling, logprobs=2, frequency_penalty=0.5) for group in groups]
+    groups = [replace(g, spec=replace(g.spec, sampling=one)) for g, one in zip(groups, params, strict=True)]
+    sampler, flags = Sampler(VOCAB, on_kernels=True), torch.ones(9, dtype=torch.bool)
+    logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB)
+    decide(sampler, logits, groups, [()] * len(groups), flags)
+    with patch.object(TritonSampler, "decide"), Operators() as seen:  # the interpreter copies for itself
+        decide(sampler, logits, groups, [()] * len(groups), flags)
+    # The flags are put into the record on the device, and the numbers are.
+    assert seen.names.count("aten.copy_.default") == 4
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "lift_fresh")
+    assert not [name for name in seen.names if name.split(".")[1] in waits]
