@@ -11,8 +11,9 @@ from tests.durations import Durations
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--whole``: statistics, families and mutations in full."""
+    """``--whole``: statistics, families and mutations in full; ``--padded``: steps as CUDA graphs hold them."""
     parser.addoption("--whole", action="store_true", help="statistics, families and mutations in full, and long tests")
+    parser.addoption("--padded", action="store_true", help="every step is padded to a fixed size, as graphs hold it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +21,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
     sizes.WHOLE = config.option.whole
+    if config.option.padded:
+        from tests.padded import pad_all_steps
+
+        pad_all_steps()
     config.pluginmanager.register(Durations(config), "durations")
 
 

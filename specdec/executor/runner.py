@@ -21,6 +21,8 @@ from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, 
 from specdec.cache.recurrent.snapshots import SnapshotPool
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import StepProgress
+from specdec.executor.derive import DerivedStep
+from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.paged_cache import PagedCache, group_window
 from specdec.executor.steps import StepRows, Steps
 from specdec.kernels.attention import AttentionContext
@@ -71,6 +73,7 @@ class ModelRunner:
         window_blocks: Blocks in the cache of the layers with each length of sliding window; as many as ``num_blocks``
             by default.
         lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
+        limits: The largest step, so that :meth:`record_graphs` can be called; by default memory grows with the steps.
 
     Attributes:
         loaded: The model.
@@ -82,6 +85,8 @@ class ModelRunner:
             size].
         is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
             and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
+        graphs_failure: After :meth:`record_graphs`, why steps are not recorded; empty where they are.
+        graphs_bytes: Memory of the device that recorded steps take.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class ModelRunner:
         states: StatePool | None = None,
         window_blocks: Mapping[int, int] | None = None,
         lookahead_tokens: int = LOOKAHEAD_TOKENS,
+        limits: ExecutorLimits | None = None,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -120,7 +126,10 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._padding = padding
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
-        self._steps = Steps(self.pool, loaded.device)
+        self._limits = limits
+        self._steps = Steps(self.pool, loaded.device, limits)
+        self._graphs: StepGraphs | None = None
+        self.graphs_failure, self.graphs_bytes = "", 0
         self.states: StatePool | SnapshotPool | None = None
         pool = states
         if loaded.recurrent_layers:
@@ -159,6 +168,8 @@ class ModelRunner:
     @property
     def takes_trees(self) -> bool:
         """Whether the new tokens of a row may be a tree: a recurrent state has one past only."""
+        if self._limits is not None and not self._limits.has_trees:
+            return False
         return self.states is None and self.loaded.opaque_state is None
 
     def keep_paths(self, paths: Sequence[tuple[CachedSequence, int, Sequence[int]]]) -> None:
@@ -339,34 +350,91 @@ class ModelRunner:
     def _launch(self, rows: Sequence[RowInput]) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
         own = self._lay_out(rows)
-        self.hidden = None
         for number, group in enumerate(self.pool.groups):
             group.prepare(partial(self._cache.copy_blocks, number), partial(self._cache.clear, number))
-        step = self._steps.begin([row.sequence for row in rows], own)
+        sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
+        num_logits = int(own.num_logits.sum())
+        has_adapters = any(row.adapter is not None for row in rows)
+        size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens)
+        states: list[tuple[SequenceState, StateRow]] = []
+        if self._graphs is not None and size is not None:
+            with self._steps.sent_anew_on_failure():
+                self._steps.upload(sequences, own)
+                output = self._graphs.launch(size)
+            self.progress.advance()
+            wanted: slice | torch.Tensor = slice(num_tokens)
+            if num_logits < num_tokens:
+                wanted = self._steps.logits(output.step, num_logits).token
+            logits, finite = output.logits[wanted], output.finite_logits[wanted]
+            self.hidden = None if output.hidden is None else output.hidden[wanted]
+            self._note_finite(rows, output.finite_tokens[:num_tokens], finite)
+        else:
+            step = self._steps.begin(sequences, own)
+            states = self._begin_states(rows, own)
+            with self._functions, self._used_adapters(rows, own):
+                every = num_logits == num_tokens
+                result = self._run(step, None if every else self._steps.logits(step, num_logits).token)
+            logits = result.logits
+            self._note_finite(rows, result.finite_tokens, result.finite_logits)
+        for row in rows:
+            row.sequence.tokens.extend(row.tokens)
+        for state, after in states:
+            state.oldest, state.newest = after.oldest_after, after.length
+        return logits
+
+    def _run(self, step: DerivedStep, logit_tokens: torch.Tensor | None) -> PassOutput:
+        """The model over a step, for the logits of some tokens or of all."""
+        self.hidden = None
         by_group = self._steps.by_group(step)
         self._cache.begin(by_group)
         self._attention.begin(by_group, self._steps.bounds)
-        num_tokens, num_logits = len(own.tokens), int(own.num_logits.sum())
-        states = self._begin_states(rows, own)
-        watched = self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens)
-        with watched, self._functions, self._used_adapters(rows, own):
+        with self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens):
             output = self.loaded.model(
                 input_ids=step.tokens.unsqueeze(0),
                 position_ids=step.position.unsqueeze(0),
                 use_cache=True,
                 # All are what transformers calls 0; a head must have something to read.
-                logits_to_keep=0 if num_logits == num_tokens else self._steps.logits(step, num_logits).token,
+                logits_to_keep=0 if logit_tokens is None else logit_tokens,
                 attention_context=self._attention,
                 **{self._cache_argument: self._cache},
             )
-        for row in rows:
-            row.sequence.tokens.extend(row.tokens)
-        for state, after in states:
-            state.oldest, state.newest = after.oldest_after, after.length
-        logits: torch.Tensor = output.logits[0]
+        logits = output.logits[0]
         assert self._finite_tokens is not None, "the model's layers are not run by its base model"
-        self._note_finite(rows, self._finite_tokens, logits.amax(1).isfinite())
-        return logits
+        return PassOutput(step, logits, self._finite_tokens, logits.amax(1).isfinite(), self.hidden)
+
+    def record_graphs(self) -> None:
+        """Record steps of all sizes, so that each is one launch on a GPU; see :class:`StepGraphs`.
+
+        Raises:
+            ValueError: the runner has no limits.
+            torch.OutOfMemoryError: the device has no room for them.
+        """
+        if self._limits is None:
+            raise ValueError("limits must be given where steps are recorded")
+        graphs = StepGraphs(
+            lambda size: self._run(self._steps.derive(size), None), self.loaded.device, self._limits.graph_sizes
+        )
+        graphs.failure = self._unrecordable()
+        if not graphs.failure:
+            self._steps.upload_nothing()
+            graphs.record()
+            for number, group in enumerate(self.pool.groups):
+                self._cache.clear(number, [group.null_block])  # what padding has written
+        self.graphs_failure, self.graphs_bytes = graphs.failure, graphs.num_bytes
+        self._graphs = None if graphs.failure else graphs
+
+    def _unrecordable(self) -> str:
+        """What of the model cannot be in a graph; empty if nothing."""
+        layers = self.loaded.attention_layers
+        if self.states is not None or self.loaded.opaque_state is not None:
+            return "it has recurrent layers"
+        if any(layer.is_latent for layer in layers):
+            return "it expands what it caches"
+        if len({parameter.device for parameter in self.loaded.model.parameters()}) > 1:
+            return "it is on several devices"
+        if self._kernel == "gather" and self.loaded.device.type != "cpu":
+            return "its attention kernel reads sizes back"
+        return ""
 
     def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""

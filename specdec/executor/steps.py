@@ -5,7 +5,8 @@ A sequence has a slot from its first step until it holds nothing, and its block 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.executor.derive import DerivedLogits, DerivedStep, Deriver, StepShape, lay_out
+from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.slots import SlotShape, SlotState, SlotTable, SlotUpdates
 from specdec.executor.staging import Staging
 from specdec.kernels.attention import GroupStep, StepBounds
@@ -42,21 +44,31 @@ class StepRows:
 
 
 class Steps:
-    """Brings steps to the device. Memory grows by doubling with the largest step, and the most and longest sequences.
+    """Brings steps to the device.
+
+    Without limits, memory grows by doubling with the largest step, and the most and longest sequences.
 
     Args:
         pool: The blocks.
         device: Where steps are derived.
+        limits: The largest step, for memory that stays where it is.
 
     Attributes:
         staging: The newest shape's.
     """
 
-    def __init__(self, pool: BlockPool, device: torch.device) -> None:
-        self._pool, self._device = pool, device
+    def __init__(self, pool: BlockPool, device: torch.device, limits: ExecutorLimits | None = None) -> None:
+        self._pool, self._device, self._limits = pool, device, limits
         self._null_blocks = tuple(group.null_block for group in pool.groups)
-        self._make_state(_MIN_SLOTS, _MIN_BLOCKS)
-        self._make_step(StepShape(_MIN_SLOTS, _MIN_TOKENS, _MIN_TOKENS, 128))
+        self._has_updates = False
+        if limits is None:
+            self._make_state(_MIN_SLOTS, _MIN_BLOCKS)
+            self._make_step(_step_shape(_MIN_SLOTS, _MIN_TOKENS))
+        else:
+            # Sequences that wait for their turn keep their slots as long as nobody else wants them.
+            self._make_state(2 * limits.max_rows, pool.blocks_for(limits.max_length))
+            max_tokens = max(limits.max_tokens, limits.graph_sizes[-1])
+            self._make_step(_step_shape(limits.max_rows, max_tokens, limits.has_trees))
 
     @property
     def bounds(self) -> StepBounds:
@@ -76,16 +88,16 @@ class Steps:
         Args:
             sequences: Of each row, none twice, with room for its tokens.
             rows: The rows.
-        """
-        try:
-            return self._begin(sequences, rows)
-        except Exception:  # memory ran out, say: what the device has of this step is not known, and is sent anew
-            self._lengths[:] = _UNKNOWN
-            for sequence in self._slots:
-                sequence.num_sent = 0
-            raise
 
-    def _begin(self, sequences: Sequence[CachedSequence], rows: StepRows) -> DerivedStep:
+        Raises:
+            ValueError: the step is larger than the limits.
+        """
+        with self.sent_anew_on_failure():
+            self.upload(sequences, rows)
+            return self.derive(len(rows.tokens), is_padded=False)
+
+    def upload(self, sequences: Sequence[CachedSequence], rows: StepRows) -> None:
+        """The first half of :meth:`begin`."""
         num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
         self._make_room(sequences, rows, int(num_blocks.max()))
         slots = [self._slots[one] if one in self._slots else self._slots.take(one) for one in sequences]
@@ -95,11 +107,46 @@ class Steps:
                     self._updates.set_blocks(group, slot, sequence.num_sent, table[sequence.num_sent : needed])
                 sequence.num_sent = needed
         self._set_lengths(np.array(slots), rows)
+        self._lay_out(slots, rows)
+
+    def derive(self, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
+        """The second half: what the device makes of the newest upload.
+
+        Args:
+            num_tokens: Of the step, padding included.
+            is_padded: False where there is none.
+        """
+        given = self.staging.tensors
+        if self._has_updates:
+            self._deriver.apply_updates(given)
+        step = self._deriver.derive(given, num_tokens, is_padded=is_padded)
+        self._deriver.advance_all(given)
+        return step
+
+    @contextmanager
+    def sent_anew_on_failure(self) -> Iterator[None]:
+        """Around :meth:`upload` and :meth:`derive`: if one fails, what the device has of the step is not known."""
+        try:
+            yield
+        except Exception:
+            self._lengths[:] = _UNKNOWN
+            for sequence in self._slots:
+                sequence.num_sent = 0
+            raise
+
+    def upload_nothing(self) -> None:
+        """Upload a step that is padding alone."""
+        none = np.zeros(0, np.int64)
+        self._lay_out([], StepRows(none.astype(np.int32), none, none, none, {}))
+
+    def _lay_out(self, slots: Sequence[int], rows: StepRows) -> None:
         num_drafts = np.zeros(len(slots), np.int64)
         for row, parents in rows.parents.items():
             num_drafts[row] = len(parents)
-        arrays, has_updates = self.staging.begin(), not self._updates.is_empty
-        while has_updates and self._updates.stage(arrays):
+        arrays = self.staging.begin()
+        # A graph always takes some.
+        self._has_updates = self._limits is not None or not self._updates.is_empty
+        while self._has_updates and self._updates.stage(arrays):
             self.staging.upload()
             self._deriver.apply_updates(self.staging.tensors)
             arrays = self.staging.begin()
@@ -116,12 +163,6 @@ class Steps:
             is_checked=not rows.parents,
         )
         self.staging.upload()
-        given = self.staging.tensors
-        if has_updates:
-            self._deriver.apply_updates(given)
-        step = self._deriver.derive(given, len(rows.tokens), is_padded=False)
-        self._deriver.advance_all(given)
-        return step
 
     def _set_lengths(self, slots: NDArray[np.int64], rows: StepRows) -> None:
         """Say how long sequences are that were cut back, or are new, since the device has moved them on."""
@@ -142,20 +183,35 @@ class Steps:
     def _make_room(self, sequences: Sequence[CachedSequence], rows: StepRows, num_blocks: int) -> None:
         state, shape = self._state.shape, self._shape
         num_new = sum(sequence not in self._slots for sequence in sequences)
+        num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, len(rows.tokens))
+        has_trees = shape.has_trees or bool(rows.parents)
+        is_too_small = (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees)
+        if self._limits is not None:
+            if is_too_small or num_blocks > state.max_blocks:
+                raise ValueError(f"a step must be within {self._limits}, got {len(sequences)} rows")
+            self._free_slots(num_new, sequences)
+            return
         if num_new > self._slots.num_free or num_blocks > state.max_blocks:
             num_slots = max(state.num_slots, _power_of_two(len(self._slots) + num_new))
             held = list(self._slots)
             self._make_state(num_slots, max(state.max_blocks, _power_of_two(num_blocks)))
             for sequence in held:
                 sequence.num_sent = 0
-        num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, len(rows.tokens))
-        has_trees = shape.has_trees or bool(rows.parents)
-        is_too_small = (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees)
         if is_too_small:
-            num_rows, num_tokens = _power_of_two(num_rows), _power_of_two(num_tokens)
-            self._make_step(StepShape(num_rows, num_tokens, num_tokens, 128 + 4 * num_rows, has_trees))
+            self._make_step(_step_shape(_power_of_two(num_rows), _power_of_two(num_tokens), has_trees))
         elif self._deriver.state is not self._state:
             self._make_step(shape)
+
+    def _free_slots(self, count: int, sequences: Sequence[CachedSequence]) -> None:
+        """Make so many slots free, of sequences that are not in this step; those that had them longest go first."""
+        if count <= self._slots.num_free:
+            return
+        stays = {id(sequence) for sequence in sequences}
+        for other in [one for one in self._slots if id(one) not in stays]:
+            if count <= self._slots.num_free:
+                return
+            self._slots.give_back(other)
+            other.num_sent = 0
 
     def _make_state(self, num_slots: int, max_blocks: int) -> None:
         """Memory for sequences; none has a slot yet."""
@@ -168,6 +224,10 @@ class Steps:
     def _make_step(self, shape: StepShape) -> None:
         staging, deriver = Staging(shape.layout, self._device), Deriver(shape, self._state)
         self._shape, self.staging, self._deriver = shape, staging, deriver
+
+
+def _step_shape(num_rows: int, num_tokens: int, has_trees: bool = False) -> StepShape:
+    return StepShape(num_rows, num_tokens, num_tokens, 128 + 4 * num_rows, has_trees)
 
 
 def _power_of_two(number: int) -> int:

@@ -47,7 +47,9 @@ class MixedRequest:
                     next(lines)
                     return None
                 assert answer.status_code == 200, answer.read()
-                events = [line.removeprefix("data: ") for line in lines if line not in ("", "data: [DONE]")]
+                # Lines that begin with a colon are comments: nothing was sent for a while.
+                lines = (line for line in lines if line not in ("", "data: [DONE]") and not line.startswith(":"))
+                events = [line.removeprefix("data: ") for line in lines]
         except httpx.ReadTimeout:
             assert self.leaves
             return None

@@ -1,0 +1,149 @@
+"""Steps of fixed sizes: on a GPU each is recorded once, as a CUDA graph, and launched whole from then on.
+
+The sizes are numbers of tokens, whichever rows they belong to. A step takes the least size that holds it, and its
+last tokens are padding. On a CPU nothing is recorded: the same padded step runs operator by operator, so that what a
+graph would compute can be tested there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.core.errors import reason_of
+from specdec.executor.derive import DerivedStep
+
+logger = logging.getLogger(__name__)
+
+_SIZES = (16, 32, 64, 128, 256, 512)
+_ROUND_TO = 64
+_NUM_WARMUPS = 2
+"""Runs before a size is recorded: kernels are compiled and libraries take their workspaces in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """The largest step, for which memory is allocated at the start and then stays where it is.
+
+    Attributes:
+        max_rows: Most rows.
+        max_tokens: Most tokens of all rows.
+        max_length: Most positions of a sequence.
+        max_draft_tokens: Most draft tokens of a row.
+        has_trees: Whether drafts may be trees.
+    """
+
+    max_rows: int
+    max_tokens: int
+    max_length: int
+    max_draft_tokens: int = 0
+    has_trees: bool = False
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that steps are recorded with, ascending: up to one for all rows with full drafts."""
+        largest = min(self.max_tokens, self.max_rows * (1 + self.max_draft_tokens))
+        largest = -(-largest // _ROUND_TO) * _ROUND_TO if largest > _SIZES[-1] else _next_size(largest)
+        return (*(size for size in _SIZES if size < largest), largest)
+
+
+def _next_size(num_tokens: int) -> int:
+    return next(size for size in _SIZES if size >= num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What a pass over N tokens gives; on the device. What a graph gives, the next one of any size overwrites.
+
+    Attributes:
+        step: What was made of the input.
+        logits: [M, model's vocabulary], of the tokens whose logits are wanted: all N in a graph.
+        finite_tokens: bool [N], whether each token's hidden state is finite.
+        finite_logits: bool [M], whether each row's largest logit is.
+        hidden: [M, hidden size], what the vocabulary head read; None where nobody keeps it.
+    """
+
+    step: DerivedStep
+    logits: Tensor
+    finite_tokens: Tensor
+    finite_logits: Tensor
+    hidden: Tensor | None
+
+
+class StepGraphs:
+    """The passes of each size.
+
+    Args:
+        run: Runs a pass over so many tokens, whose input is on the device; it may neither wait for the device nor
+            copy to it.
+        device: Where it runs.
+        sizes: Numbers of tokens, ascending.
+
+    Attributes:
+        sizes: Those that were recorded, ascending.
+        num_bytes: Memory of the device that recording took, which all sizes share.
+        failure: Why steps are not recorded, if so.
+    """
+
+    def __init__(self, run: Callable[[int], PassOutput], device: torch.device, sizes: Sequence[int]) -> None:
+        self._run, self._device = run, device
+        self.sizes = tuple(sizes)
+        self.num_bytes = 0
+        self.failure = ""
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PassOutput]] = {}
+
+    def record(self) -> None:
+        """Record every size, the largest first: the others find their memory in its pool.
+
+        Where the model does not let itself be recorded, because it waits for the device say, :attr:`failure` says why,
+        and no size is left.
+        """
+        if self._device.type != "cuda":
+            return
+        before, _ = torch.cuda.mem_get_info(self._device)
+        try:
+            with torch.cuda.device(self._device), torch.inference_mode():
+                self._record()
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._graphs.clear()
+            self.sizes, self.failure = (), f"its step cannot be recorded: {reason_of(error)}"
+            logger.warning("Steps run without CUDA graphs: %s", self.failure)
+        torch.cuda.synchronize(self._device)
+        after, _ = torch.cuda.mem_get_info(self._device)
+        self.num_bytes = max(0, before - after)
+
+    def _record(self) -> None:
+        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        for size in reversed(self.sizes):
+            with torch.cuda.stream(stream):
+                for _ in range(_NUM_WARMUPS):
+                    self._run(size)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the process may copy and allocate meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                output = self._run(size)
+            self._graphs[size] = graph, output
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """The least size that holds a step; None where it is too large."""
+        return next((size for size in self.sizes if size >= num_tokens), None)
+
+    def launch(self, size: int) -> PassOutput:
+        """Put a pass in the device's queue.
+
+        Args:
+            size: One of :attr:`sizes`.
+        """
+        if self._device.type != "cuda":
+            return self._run(size)
+        graph, output = self._graphs[size]
+        graph.replay()
+        return output

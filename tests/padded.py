@@ -1,0 +1,22 @@
+"""Pads every step of every runner to a fixed size, as graphs hold them: ``pytest --padded``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.runner import ModelRunner
+from specdec.models.loading import LoadedModel
+
+
+def pad_all_steps() -> None:
+    """From now on runners are made with limits, and their steps recorded, which on a CPU pads them."""
+    init = ModelRunner.__init__
+
+    def make(self: ModelRunner, loaded: LoadedModel, **options: Any) -> None:
+        length = max(8192, options["num_blocks"] * options.get("block_size", 16))
+        limits = ExecutorLimits(max_rows=64, max_tokens=4096, max_length=length, max_draft_tokens=7, has_trees=True)
+        init(self, loaded, **({"limits": limits} | options))
+        self.record_graphs()
+
+    ModelRunner.__init__ = make  # type: ignore[method-assign]

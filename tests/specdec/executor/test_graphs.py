@@ -1,0 +1,133 @@
+"""Padded steps of fixed sizes, as graphs hold them, give what steps of their own sizes give."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdec.cache.blocks import CachedSequence
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.models.loading import prepare_model
+from tests.specdec.executor.test_steps import CPU, on
+from tests.specdec.models.families import VOCAB_SIZE, make_model
+from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
+
+LIMITS = ExecutorLimits(max_rows=4, max_tokens=40, max_length=80, max_draft_tokens=5, has_trees=True)
+
+
+def runners(family: str, limits: ExecutorLimits = LIMITS) -> tuple[ModelRunner, ModelRunner]:
+    """One of padded steps, and one of steps of their own sizes."""
+    padded, plain = (
+        ModelRunner(on(CPU, family), num_blocks=120, block_size=4, limits=given) for given in (limits, None)
+    )
+    padded.record_graphs()
+    assert not padded.graphs_failure
+    return padded, plain
+
+
+def row(runner: ModelRunner, sequence: CachedSequence, tokens: list[int], num_logits: int, **more: object) -> RowInput:
+    assert runner.reserve(sequence, len(sequence) + len(tokens))
+    return RowInput(sequence, tokens, num_logits, **more)  # type: ignore[arg-type]
+
+
+def test_sizes_reach_to_all_rows_with_full_drafts() -> None:
+    def sizes(*numbers: int) -> tuple[int, ...]:
+        max_rows, max_tokens, max_draft_tokens = numbers
+        return ExecutorLimits(max_rows, max_tokens, 80, max_draft_tokens).graph_sizes
+
+    assert sizes(1, 100, 0) == (16,)
+    assert sizes(4, 100, 5) == (16, 32)
+    assert sizes(64, 2048, 7) == (16, 32, 64, 128, 256, 512)
+    assert sizes(100, 2048, 7) == (16, 32, 64, 128, 256, 512, 832)
+    assert sizes(100, 50, 7) == (16, 32, 64)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "gpt_oss", "mixtral"])
+def test_padded_steps_give_the_same_logits(family: str) -> None:
+    """Over rows that come, are cut back, read a part of a prompt, and go; more sequences than there are slots."""
+    rng = random.Random(5)
+    pair = runners(family)
+    kept: list[list[CachedSequence]] = []
+    num_padded = 0
+    for _ in range(60):
+        if len(kept) < 11 and (not kept or rng.random() < 0.5):
+            kept.append([runner.new_sequence() for runner in pair])
+        chosen = rng.sample(kept, rng.randint(1, min(4, len(kept))))
+        counts = [rng.choice((1, 1, 2, 6, 12)) for _ in chosen]
+        logits = [rng.choice((count, count, 1, 0)) for count in counts]
+        logits[0] = logits[0] or 1
+        tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(count)] for count in counts]
+        num_padded += sum(counts) <= 32
+        got, want = (
+            runner.forward([row(runner, one[i], *rest) for one, *rest in zip(chosen, tokens, logits, strict=True)])
+            for i, runner in enumerate(pair)
+        )
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+        for one in chosen:
+            length = rng.randint(max(0, len(one[0]) - 5), len(one[0])) if len(one[0]) < 50 else 0
+            for sequence, runner in zip(one, pair, strict=True):
+                runner.truncate(sequence, length)
+    assert num_padded > 30
+
+
+def test_trees_are_padded_too() -> None:
+    pair, parents = runners("llama"), (-1, -1, 0, 1)
+    outputs = []
+    for runner in pair:
+        sequence = runner.new_sequence()
+        runner.forward([row(runner, sequence, [3, 4, 5], 1)])
+        outputs.append(runner.forward([row(runner, sequence, [6, 7, 8, 9, 10], 5, parents=parents)]))
+        runner.keep_paths([(sequence, 4, [1, 3])])
+        outputs.append(runner.forward([row(runner, sequence, [11], 1)]))
+    for got, want in zip(outputs[:2], outputs[2:], strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_row_that_is_not_finite_is_told_alone() -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    runner = ModelRunner(prepare_model(model, "tiny"), num_blocks=40, limits=LIMITS)
+    runner.record_graphs()
+    rows = [row(runner, runner.new_sequence(), tokens, n) for tokens, n in (([1, 2], 1), ([7, 3], 0), ([4], 1))]
+    logits = runner.forward(rows)
+    assert runner.spoilt_rows() == (1,)
+    assert logits.isfinite().all()
+
+
+def test_what_the_head_reads_is_kept() -> None:
+    hidden = []
+    for runner in runners("llama"):
+        runner.keep_hidden()
+        for tokens, num_logits in ([1, 2, 3], 3), ([4, 5, 6], 2):
+            runner.forward([row(runner, runner.new_sequence(), tokens, num_logits)])
+            hidden.append(runner.hidden)
+    for got, want in zip(hidden[:2], hidden[2:], strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_step_beyond_the_limits_is_refused() -> None:
+    runner = runners("llama", replace(LIMITS, max_tokens=16, has_trees=False))[0]
+    sequence = runner.new_sequence()
+    with pytest.raises(ValueError, match=r"a step must be within .*max_tokens=16"):
+        runner.forward([row(runner, sequence, [1] * 17, 1)])
+    assert not runner.takes_trees
+    assert runner.forward([row(runner, sequence, [1] * 16, 1)]).shape == (1, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("family", "reason"), [("qwen3_5", "recurrent"), ("deepseek_v3", "expands")])
+def test_what_cannot_be_recorded_runs_operator_by_operator(family: str, reason: str) -> None:
+    make = make_recurrent if family in RECURRENT else make_model
+    runner = ModelRunner(prepare_model(make(family), "tiny"), num_blocks=40, block_size=4, limits=LIMITS)
+    runner.record_graphs()
+    assert reason in runner.graphs_failure
+    assert runner.forward([row(runner, runner.new_sequence(), [1, 2], 2)]).shape == (2, VOCAB_SIZE)
+
+
+def test_recording_needs_limits() -> None:
+    with pytest.raises(ValueError, match="limits must be given"):
+        ModelRunner(on(CPU, "llama"), num_blocks=4).record_graphs()
