@@ -292,6 +292,11 @@ class AppArgs(StrictModel):
         le=1 << 16,
         description="most sequences in one forward pass; the cache is made for no more of full length",
     )
+    executor: Literal["auto", "graphs", "eager"] = Field(
+        "auto",
+        description="how a GPU runs steps: recorded as CUDA graphs, or operator by operator; auto: graphs where "
+        "benchmarks.gpu has passed on such a GPU",
+    )
     skip_parity_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"
     )

@@ -165,7 +165,7 @@ class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
 PINNING_REQUEST_ROUTER = "deployments.transport.discovery:PinningRequestRouter"
 
 HEALTH_OPTIONS: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
-"""Of every deployment. Serve replaces a replica that fails three checks in a row: within 20 s of its hanging.
+"""Of every deployment. Serve replaces a replica that fails three checks in a row: some 20 s after it hangs.
 
 A check needs one turn of the replica's event loop. Models load before the first check, and steps run on a thread of
 their own, so a busy replica answers; only an event loop that gets no turn for 15 s fails. Serve's defaults are 10 s and

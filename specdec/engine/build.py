@@ -20,6 +20,8 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, measure_step
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.describe import describe_model, describe_pair
@@ -81,6 +83,9 @@ class BackendOptions:
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
         heads: Heads on a target, which draft for it; None for none.
         measures_step: Whether a step of the largest size is run at the start, so that the memory it takes is known.
+        executor: ``graphs`` records steps as CUDA graphs (on a CPU it pads them likewise, to test with), ``eager``
+            launches operators one by one, and ``auto`` records where ``benchmarks.gpu`` has passed on such a GPU.
+        max_draft_tokens: Most draft tokens of a sequence that recorded steps have room for.
     """
 
     max_model_len: int | None = None
@@ -97,6 +102,8 @@ class BackendOptions:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     heads: HeadsOptions | None = None
     measures_step: bool = True
+    executor: Literal["auto", "graphs", "eager"] = "auto"
+    max_draft_tokens: int = 0
 
 
 def build_target(
@@ -220,6 +227,16 @@ def _build(
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
         runner, admission = _admitted(loaded, memory, vocab_size, options)
+        if _wants_graphs(loaded, options):
+            runner.record_graphs(
+                ExecutorLimits(
+                    max_rows=options.max_num_seqs + num_branches,
+                    max_tokens=_max_num_batched_tokens(loaded, options),
+                    max_length=memory.max_model_len,
+                    max_draft_tokens=0 if num_branches else options.max_draft_tokens,
+                    has_trees=heads is not None,
+                )
+            )
     notes = (*_notes(runner, options), *_memory_notes(loaded.name, memory))
     if progress is not None:
         for note in (*notes, f"memory of {loaded.name}: {memory.describe()}"):
@@ -291,6 +308,10 @@ def _admitted(
     return runner, None if options.skip_parity_check else check_admission(runner)
 
 
+def _wants_graphs(loaded: LoadedModel, options: BackendOptions) -> bool:
+    return options.executor == "graphs" or (options.executor == "auto" and has_record(loaded.device))
+
+
 def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
     notes, name = [], runner.loaded.name
     if not runner.shares_prefixes:
@@ -299,6 +320,10 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
         notes.append(f"{name} keeps a state that can only be copied: its sequences are read one after another")
     if runner.no_speculation is not None:
         notes.append(f"{name} is right token by token only: as a target it runs without speculation")
+    if runner.graphs_failure:
+        notes.append(f"{name} runs without CUDA graphs: {runner.graphs_failure}")
+    elif runner.graphs_bytes:
+        notes.append(f"{name}: CUDA graphs take {runner.graphs_bytes / _MIB:,.1f} MiB")
     if options.skip_parity_check:
         notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)

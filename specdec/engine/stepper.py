@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,9 @@ class Stepper:
             ModelLoadError: It cannot be loaded, or served exactly.
             MemoryPlanError: Its cache cannot hold one text.
         """
-        _, built = build_target(source, options or BackendOptions(max_num_seqs=64))
+        # Logits outlive a step here, which a graph's do not, and steps may be of any size.
+        options = replace(options or BackendOptions(max_num_seqs=64), executor="eager")
+        _, built = build_target(source, options)
         return cls(built.runner, load_tokenizer(source))
 
     def __len__(self) -> int:

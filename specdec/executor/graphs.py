@@ -7,7 +7,6 @@ graph would compute can be tested there.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from specdec.core.errors import reason_of
 from specdec.executor.derive import DerivedStep
-
-logger = logging.getLogger(__name__)
 
 _SIZES = (16, 32, 64, 128, 256, 512)
 _ROUND_TO = 64
@@ -81,47 +78,45 @@ class StepGraphs:
         run: Runs a pass over so many tokens, whose input is on the device; it may neither wait for the device nor
             copy to it.
         device: Where it runs.
-        sizes: Numbers of tokens, ascending.
 
     Attributes:
-        sizes: Those that were recorded, ascending.
         num_bytes: Memory of the device that recording took, which all sizes share.
-        failure: Why steps are not recorded, if so.
     """
 
-    def __init__(self, run: Callable[[int], PassOutput], device: torch.device, sizes: Sequence[int]) -> None:
+    def __init__(self, run: Callable[[int], PassOutput], device: torch.device) -> None:
         self._run, self._device = run, device
-        self.sizes = tuple(sizes)
         self.num_bytes = 0
-        self.failure = ""
+        self._sizes: tuple[int, ...] = ()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PassOutput]] = {}
 
-    def record(self) -> None:
+    def record(self, sizes: Sequence[int]) -> str:
         """Record every size, the largest first: the others find their memory in its pool.
 
-        Where the model does not let itself be recorded, because it waits for the device say, :attr:`failure` says why,
-        and no size is left.
-        """
-        if self._device.type != "cuda":
-            return
-        before, _ = torch.cuda.mem_get_info(self._device)
-        try:
-            with torch.cuda.device(self._device), torch.inference_mode():
-                self._record()
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            self._graphs.clear()
-            self.sizes, self.failure = (), f"its step cannot be recorded: {reason_of(error)}"
-            logger.warning("Steps run without CUDA graphs: %s", self.failure)
-        torch.cuda.synchronize(self._device)
-        after, _ = torch.cuda.mem_get_info(self._device)
-        self.num_bytes = max(0, before - after)
+        Args:
+            sizes: Numbers of tokens, ascending.
 
-    def _record(self) -> None:
+        Returns:
+            Why the model does not let itself be recorded, because it waits for the device say; empty if it does.
+        """
+        if self._device.type == "cuda":
+            before, _ = torch.cuda.mem_get_info(self._device)
+            try:
+                with torch.cuda.device(self._device), torch.inference_mode():
+                    self._record(sizes)
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+                self._graphs.clear()
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                return f"its step cannot be recorded: {reason_of(error)}"
+            torch.cuda.synchronize(self._device)
+            self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
+        self._sizes = tuple(sizes)
+        return ""
+
+    def _record(self, sizes: Sequence[int]) -> None:
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        for size in reversed(self.sizes):
+        for size in reversed(sizes):
             with torch.cuda.stream(stream):
                 for _ in range(_NUM_WARMUPS):
                     self._run(size)
@@ -134,13 +129,13 @@ class StepGraphs:
 
     def size_for(self, num_tokens: int) -> int | None:
         """The least size that holds a step; None where it is too large."""
-        return next((size for size in self.sizes if size >= num_tokens), None)
+        return next((size for size in self._sizes if size >= num_tokens), None)
 
     def launch(self, size: int) -> PassOutput:
         """Put a pass in the device's queue.
 
         Args:
-            size: One of :attr:`sizes`.
+            size: As :meth:`size_for` gives it.
         """
         if self._device.type != "cuda":
             return self._run(size)

@@ -73,7 +73,6 @@ class ModelRunner:
         window_blocks: Blocks in the cache of the layers with each length of sliding window; as many as ``num_blocks``
             by default.
         lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
-        limits: The largest step, so that :meth:`record_graphs` can be called; by default memory grows with the steps.
 
     Attributes:
         loaded: The model.
@@ -103,7 +102,6 @@ class ModelRunner:
         states: StatePool | None = None,
         window_blocks: Mapping[int, int] | None = None,
         lookahead_tokens: int = LOOKAHEAD_TOKENS,
-        limits: ExecutorLimits | None = None,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -126,9 +124,10 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._padding = padding
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
-        self._limits = limits
-        self._steps = Steps(self.pool, loaded.device, limits)
+        self._limits: ExecutorLimits | None = None
+        self._steps = Steps(self.pool, loaded.device)
         self._graphs: StepGraphs | None = None
+        self._keeps_hidden = False
         self.graphs_failure, self.graphs_bytes = "", 0
         self.states: StatePool | SnapshotPool | None = None
         pool = states
@@ -236,7 +235,10 @@ class ModelRunner:
         return self.states.prefixes if isinstance(self.states, StatePool) else None
 
     def keep_hidden(self) -> None:
-        """Keep from now on what the vocabulary head reads."""
+        """Keep from now on what the vocabulary head reads; repeating it changes nothing."""
+        if self._keeps_hidden:
+            return
+        self._keeps_hidden = True
 
         def keep(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
             if self.hidden is None:  # the heads may use the same module, after the step
@@ -402,26 +404,33 @@ class ModelRunner:
         assert self._finite_tokens is not None, "the model's layers are not run by its base model"
         return PassOutput(step, logits, self._finite_tokens, logits.amax(1).isfinite(), self.hidden)
 
-    def record_graphs(self) -> None:
+    def record_graphs(self, limits: ExecutorLimits) -> None:
         """Record steps of all sizes, so that each is one launch on a GPU; see :class:`StepGraphs`.
 
+        From then on no step may be larger than ``limits``. Where the model cannot be recorded, :attr:`graphs_failure`
+        says why, and nothing changes.
+
+        Args:
+            limits: The largest step.
+
         Raises:
-            ValueError: the runner has no limits.
             torch.OutOfMemoryError: the device has no room for them.
         """
-        if self._limits is None:
-            raise ValueError("limits must be given where steps are recorded")
-        graphs = StepGraphs(
-            lambda size: self._run(self._steps.derive(size), None), self.loaded.device, self._limits.graph_sizes
-        )
-        graphs.failure = self._unrecordable()
-        if not graphs.failure:
-            self._steps.upload_nothing()
-            graphs.record()
-            for number, group in enumerate(self.pool.groups):
-                self._cache.clear(number, [group.null_block])  # what padding has written
-        self.graphs_failure, self.graphs_bytes = graphs.failure, graphs.num_bytes
-        self._graphs = None if graphs.failure else graphs
+        self.graphs_failure = self._unrecordable()
+        if self.graphs_failure:
+            return
+        self._steps.forget()
+        growing, self._steps = self._steps, Steps(self.pool, self.loaded.device, limits)
+        graphs = StepGraphs(lambda size: self._run(self._steps.derive(size), None), self.loaded.device)
+        self._steps.upload_nothing()
+        self.keep_hidden()  # what is not recorded cannot be had later
+        self.graphs_failure = graphs.record(limits.graph_sizes)
+        for number, group in enumerate(self.pool.groups):
+            self._cache.clear(number, [group.null_block])  # what padding has written
+        if self.graphs_failure:
+            self._steps = growing
+        else:
+            self._limits, self._graphs, self.graphs_bytes = limits, graphs, graphs.num_bytes
 
     def _unrecordable(self) -> str:
         """What of the model cannot be in a graph; empty if nothing."""

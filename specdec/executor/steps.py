@@ -66,7 +66,7 @@ class Steps:
             self._make_step(_step_shape(_MIN_SLOTS, _MIN_TOKENS))
         else:
             # Sequences that wait for their turn keep their slots as long as nobody else wants them.
-            self._make_state(2 * limits.max_rows, pool.blocks_for(limits.max_length))
+            self._make_state(2 * limits.max_rows, pool.blocks_for(limits.max_length) + 1)
             max_tokens = max(limits.max_tokens, limits.graph_sizes[-1])
             self._make_step(_step_shape(limits.max_rows, max_tokens, limits.has_trees))
 
@@ -129,10 +129,14 @@ class Steps:
         try:
             yield
         except Exception:
-            self._lengths[:] = _UNKNOWN
-            for sequence in self._slots:
-                sequence.num_sent = 0
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """What the device has of sequences is sent anew with their next step."""
+        self._lengths[:] = _UNKNOWN
+        for sequence in self._slots:
+            sequence.num_sent = 0
 
     def upload_nothing(self) -> None:
         """Upload a step that is padding alone."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import attention, sampling, steps
+from benchmarks.gpu import attention, executor, sampling, steps
 from benchmarks.gpu.report import Report
 from tests.specdec.kernels.interpreter import interpreted
 
@@ -69,3 +69,10 @@ def test_an_embedding_of_the_input_alone_is_not_read_whole(is_tied: bool) -> Non
     buffers = sum(buffer.nbytes for buffer in loaded.model.buffers())
     # Tied, the one matrix of 256 rows of 64 floats is read whole as the output's.
     assert steps.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)
+
+
+def test_padded_steps_are_compared_and_timed() -> None:
+    report = Report()
+    executor.run(report, CPU, "tiny", context=32)
+    assert report.failures == []
+    assert {"graph_target_step_64x8_ms", "graph_draft_step_1x1_ms"} <= report.figures.keys()

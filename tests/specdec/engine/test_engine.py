@@ -194,3 +194,16 @@ def test_a_sequence_that_fails_is_named_and_the_others_are_returned(engine: Spec
     assert len(failed.token_ids) < 8
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", 8)
     assert whole.token_ids == engine.generate(PROMPT_IDS[1:], GREEDY, max_tokens=8).token_ids
+
+
+def test_recorded_steps_give_the_tokens_of_others() -> None:
+    """On a CPU they are padded as they would be recorded."""
+    texts = []
+    pair = [ModelSource(str(DEMO / role), dtype="float32") for role in ("target", "draft")]
+    for executor in "graphs", "eager":
+        options = BackendOptions(kv_cache_memory=16 << 20, max_model_len=256, executor=executor, max_draft_tokens=4)
+        engine = SpeculativeEngine.from_pretrained(*pair, options=options)
+        assert (engine._service.target._backend._runner._graphs is None) == (executor == "eager")
+        results = engine.generate_batch([PROMPT, PROMPT_IDS], seed=3, max_tokens=40)
+        texts.append([result.token_ids for result in results])
+    assert texts[0] == texts[1]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from specdec.cache.blocks import CachedSequence
+from specdec.executor import records
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model
@@ -21,10 +23,8 @@ LIMITS = ExecutorLimits(max_rows=4, max_tokens=40, max_length=80, max_draft_toke
 
 def runners(family: str, limits: ExecutorLimits = LIMITS) -> tuple[ModelRunner, ModelRunner]:
     """One of padded steps, and one of steps of their own sizes."""
-    padded, plain = (
-        ModelRunner(on(CPU, family), num_blocks=120, block_size=4, limits=given) for given in (limits, None)
-    )
-    padded.record_graphs()
+    padded, plain = (ModelRunner(on(CPU, family), num_blocks=120, block_size=4) for _ in range(2))
+    padded.record_graphs(limits)
     assert not padded.graphs_failure
     return padded, plain
 
@@ -91,8 +91,8 @@ def test_a_row_that_is_not_finite_is_told_alone() -> None:
     model = make_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[7] = float("nan")
-    runner = ModelRunner(prepare_model(model, "tiny"), num_blocks=40, limits=LIMITS)
-    runner.record_graphs()
+    runner = ModelRunner(prepare_model(model, "tiny"), num_blocks=40)
+    runner.record_graphs(LIMITS)
     rows = [row(runner, runner.new_sequence(), tokens, n) for tokens, n in (([1, 2], 1), ([7, 3], 0), ([4], 1))]
     logits = runner.forward(rows)
     assert runner.spoilt_rows() == (1,)
@@ -102,7 +102,7 @@ def test_a_row_that_is_not_finite_is_told_alone() -> None:
 def test_what_the_head_reads_is_kept() -> None:
     hidden = []
     for runner in runners("llama"):
-        runner.keep_hidden()
+        runner.keep_hidden()  # after the steps are recorded, as by whoever gets a runner
         for tokens, num_logits in ([1, 2, 3], 3), ([4, 5, 6], 2):
             runner.forward([row(runner, runner.new_sequence(), tokens, num_logits)])
             hidden.append(runner.hidden)
@@ -122,12 +122,21 @@ def test_a_step_beyond_the_limits_is_refused() -> None:
 @pytest.mark.parametrize(("family", "reason"), [("qwen3_5", "recurrent"), ("deepseek_v3", "expands")])
 def test_what_cannot_be_recorded_runs_operator_by_operator(family: str, reason: str) -> None:
     make = make_recurrent if family in RECURRENT else make_model
-    runner = ModelRunner(prepare_model(make(family), "tiny"), num_blocks=40, block_size=4, limits=LIMITS)
-    runner.record_graphs()
+    runner = ModelRunner(prepare_model(make(family), "tiny"), num_blocks=40, block_size=4)
+    runner.record_graphs(LIMITS)
     assert reason in runner.graphs_failure
     assert runner.forward([row(runner, runner.new_sequence(), [1, 2], 2)]).shape == (2, VOCAB_SIZE)
 
 
-def test_recording_needs_limits() -> None:
-    with pytest.raises(ValueError, match="limits must be given"):
-        ModelRunner(on(CPU, "llama"), num_blocks=4).record_graphs()
+def test_a_gpu_has_graphs_where_a_file_says_that_they_are_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(records, "version", {"torch": "2.11.0+cu130", "triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(records, "files", lambda name: tmp_path)
+    assert not records.has_record(gpu)
+    assert records.record_name(gpu) == "9.0-torch-2.11.0-triton-3.6.0.json"
+    (tmp_path / records.record_name(gpu)).write_text("{}")
+    assert records.has_record(gpu)
+    assert not records.has_record(CPU)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.cache.blocks import CachedSequence
 from specdec.executor.derive import Deriver
+from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.models.loading import LoadedModel, prepare_model
@@ -65,15 +66,18 @@ def rows_of(runner: ModelRunner, sequences: list[CachedSequence], counts: list[i
     return [RowInput(sequence, [(7 * count + i) % VOCAB_SIZE for i in range(count)], n) for sequence, count, n in parts]
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral"])
 @torch.no_grad()
-def test_a_whole_pass_uploads_once_and_waits_for_nothing(family: str, device: torch.device) -> None:
+def test_a_whole_pass_uploads_once_and_waits_for_nothing(family: str, device: torch.device, is_padded: bool) -> None:
     """What is read back after it: whether all is finite, until sampling has it in its record.
 
     In inference mode operators that wait would not be seen: they are dispatched whole.
     """
     runner = runner_of(on(device, family))
+    if is_padded:
+        runner.record_graphs(ExecutorLimits(max_rows=4, max_tokens=20, max_length=40, max_draft_tokens=7))
     sequences = [runner.new_sequence() for _ in range(3)]
     rows = rows_of(runner, sequences, [9, 1, 4], [9, 1, 4])
     runner._launch(rows)  # memory for steps is made

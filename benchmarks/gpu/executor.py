@@ -1,0 +1,104 @@
+"""Steps recorded as CUDA graphs against steps launched one operator at a time, and the record of a GPU that passes.
+
+Models of both runs have the same weights and read the same tokens. Padding changes how a library multiplies matrices,
+so logits are close, and in fp32 the likeliest tokens are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.device import read_bandwidth
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, make_model, read_bytes
+from specdec.cache.blocks import CachedSequence
+from specdec.executor import records
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.models.loading import LoadedModel
+
+CONTEXT = 1024
+ROUNDS = 60
+REPEATS = 21
+
+
+def run(report: Report, device: torch.device, shapes: str = "8b-1b", context: int = CONTEXT) -> None:
+    """Compare a small model in fp32 step by step, then time the target and the draft in the type they are served in."""
+    check_steps(report, make_model(SHAPES["tiny"]["target"], device, torch.float32))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for role, fields in SHAPES[shapes].items():
+        time_steps(report, role, make_model(fields, device, dtype), context)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if device.type == "cuda" and not report.failures:
+        path = Path(records.__file__).with_name(records.record_name(device))
+        figures = {name: value for name, value in report.figures.items() if name.startswith("graph_")}
+        path.write_text(json.dumps({"device": torch.cuda.get_device_name(device), "figures": figures}, indent=1) + "\n")
+        report.say(f"graphs are right here: {path} says so, and executor: auto takes them from now on")
+
+
+def check_steps(report: Report, loaded: LoadedModel) -> None:
+    """Rows of all kinds, cut back and forked, by both ways: chunks of prompts, single tokens, drafts."""
+    rng = random.Random(1)
+    runners = [ModelRunner(loaded, num_blocks=400, block_size=BLOCK_SIZE) for _ in range(2)]
+    runners[0].record_graphs(ExecutorLimits(max_rows=8, max_tokens=512, max_length=600, max_draft_tokens=7))
+    report.check("a model is recorded", not runners[0].graphs_failure, runners[0].graphs_failure)
+    sequences = [[runner.new_sequence() for runner in runners] for _ in range(12)]
+    largest, num_other = 0.0, 0
+    for _ in range(ROUNDS):
+        chosen = rng.sample(sequences, rng.randint(1, 8))
+        counts = [rng.choice((1, 1, 4, 8, 60)) for _ in chosen]
+        tokens = [[rng.randrange(loaded.vocab_size) for _ in range(count)] for count in counts]
+        outputs = []
+        for number, runner in enumerate(runners):
+            rows = []
+            for pair, of_row in zip(chosen, tokens, strict=True):
+                if len(pair[number]) > 400:
+                    runner.truncate(pair[number], 0)
+                runner.reserve(pair[number], len(pair[number]) + len(of_row))
+                rows.append(RowInput(pair[number], of_row, min(len(of_row), 8)))
+            outputs.append(runner.forward(rows).clone())
+        largest = max(largest, float((outputs[0] - outputs[1]).abs().max()))
+        num_other += int((outputs[0].argmax(1) != outputs[1].argmax(1)).sum())
+    report.check("the same tokens as operator by operator, fp32", num_other == 0, f"{num_other} differ")
+    report.check("the same logits up to rounding, fp32", largest < 1e-3, f"largest difference {largest:.2g}")
+
+
+def time_steps(report: Report, role: str, loaded: LoadedModel, context: int) -> None:
+    """Steps of 1, 16 and 64 rows x 1 and 8 tokens by graphs, over reading the weights once."""
+    max_length = context + 16
+    num_blocks = 64 * (max_length // BLOCK_SIZE + 1)
+    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    runner.record_graphs(ExecutorLimits(max_rows=64, max_tokens=2048, max_length=max_length, max_draft_tokens=7))
+    report.check(f"the {role} is recorded", not runner.graphs_failure, runner.graphs_failure)
+    report.figure(f"graph_{role}_memory_mib", runner.graphs_bytes / (1 << 20))
+    floor_s = read_bytes(loaded) / read_bandwidth(loaded.device)
+    sequences = [runner.new_sequence() for _ in range(64)]
+    for sequence in sequences:
+        runner.reserve(sequence, context)
+        for start in range(0, context, 1024):
+            runner.forward([RowInput(sequence, [1] * min(1024, context - start), 1)])
+    for num_rows in (1, 16, 64):
+        for count in (1, 8) if role == "target" else (1,):
+            times = [_time_step(runner, sequences[:num_rows], count) for _ in range(REPEATS)]
+            name = f"graph_{role}_step_{num_rows}x{count}_ms"
+            most = 1.4 if role == "target" else 1.8
+            report.figure(name, statistics.median(times) * 1e3, over=floor_s * 1e3, most=most)
+
+
+def _time_step(runner: ModelRunner, sequences: list[CachedSequence], count: int) -> float:
+    for sequence in sequences:
+        runner.reserve(sequence, len(sequence) + count)
+    start_s = time.monotonic()
+    logits = runner.forward([RowInput(sequence, [1] * count, count) for sequence in sequences])
+    logits.argmax(1).cpu()
+    took_s = time.monotonic() - start_s
+    for sequence in sequences:
+        runner.truncate(sequence, len(sequence) - count)
+    return took_s
