@@ -44,7 +44,7 @@ def run(report: Report, device: torch.device, shapes: str = "8b-1b", context: in
 
 
 def check_steps(report: Report, loaded: LoadedModel) -> None:
-    """Rows of all kinds, cut back and forked, by both ways: chunks of prompts, single tokens, drafts."""
+    """Rows of all kinds by both ways: chunks of prompts, single tokens, drafts."""
     rng = random.Random(1)
     runners = [ModelRunner(loaded, num_blocks=400, block_size=BLOCK_SIZE) for _ in range(2)]
     runners[0].record_graphs(ExecutorLimits(max_rows=8, max_tokens=512, max_length=600, max_draft_tokens=7))

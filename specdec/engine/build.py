@@ -24,6 +24,7 @@ from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
+from specdec.kernels.segmented import MAX_TREE_TOKENS
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
 from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, plan_memory, window_for
@@ -232,7 +233,7 @@ def _build(
                 ExecutorLimits(
                     max_rows=options.max_num_seqs + num_branches,
                     max_tokens=_max_num_batched_tokens(loaded, options),
-                    max_length=memory.max_model_len,
+                    max_length=memory.max_model_len + MAX_TREE_TOKENS,  # a tree's tokens lie one after another
                     max_draft_tokens=0 if num_branches else options.max_draft_tokens,
                     has_trees=heads is not None,
                 )

@@ -54,7 +54,7 @@ def _next_size(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a pass over N tokens gives; on the device. What a graph gives, the next one of any size overwrites.
+    """What a pass over N tokens gives; on the device. What a graph gives is good until the next one is launched.
 
     Attributes:
         step: What was made of the input.
@@ -80,7 +80,7 @@ class StepGraphs:
         device: Where it runs.
 
     Attributes:
-        num_bytes: Memory of the device that recording took, which all sizes share.
+        num_bytes: Memory of the device that recording took.
     """
 
     def __init__(self, run: Callable[[int], PassOutput], device: torch.device) -> None:
@@ -96,17 +96,16 @@ class StepGraphs:
             sizes: Numbers of tokens, ascending.
 
         Returns:
-            Why the model does not let itself be recorded, because it waits for the device say; empty if it does.
+            Why the model cannot be recorded, for example because it waits for the device; empty if it was.
         """
         if self._device.type == "cuda":
             before, _ = torch.cuda.mem_get_info(self._device)
             try:
                 with torch.cuda.device(self._device), torch.inference_mode():
                     self._record(sizes)
-            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            except Exception as error:  # of the model's code, a library, or a compiler of kernels
                 self._graphs.clear()
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
+                torch.cuda.empty_cache()
                 return f"its step cannot be recorded: {reason_of(error)}"
             torch.cuda.synchronize(self._device)
             self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])

@@ -412,9 +412,6 @@ class ModelRunner:
 
         Args:
             limits: The largest step.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room for them.
         """
         self.graphs_failure = self._unrecordable()
         if self.graphs_failure:

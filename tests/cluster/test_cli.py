@@ -22,6 +22,7 @@ from specdec.core.errors import InvalidParameterError
 
 EXAMPLES = {
     "demo": "plain",
+    "executor": "eager",
     "skip_parity_check": True,
     "target.model": "some/target",
     "target.revision": "main",
