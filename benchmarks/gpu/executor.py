@@ -24,6 +24,8 @@ from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import LoadedModel
 
 CONTEXT = 1024
+TREE, PATH = (-1, -1, 0, 0, 1, 2, 5), (0, 2, 5)
+"""Parents of the last tokens of a row of 8, and what is kept of them."""
 ROUNDS = 60
 REPEATS = 21
 
@@ -36,38 +38,68 @@ def run(report: Report, device: torch.device, shapes: str = "8b-1b", context: in
         time_steps(report, role, make_model(fields, device, dtype), context)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if device.type == "cuda" and not report.failures:
-        path = Path(records.__file__).with_name(records.record_name(device))
-        figures = {name: value for name, value in report.figures.items() if name.startswith("graph_")}
-        path.write_text(json.dumps({"device": torch.cuda.get_device_name(device), "figures": figures}, indent=1) + "\n")
+
+
+def write_record(report: Report, device: torch.device) -> None:
+    """Let ``executor: auto`` record steps on such a device from now on; after all sections, none of which failed."""
+    path = Path(records.__file__).with_name(records.record_name(device))
+    figures = {name: value for name, value in report.figures.items() if name.startswith("graph_")}
+    text = json.dumps({"device": torch.cuda.get_device_name(device), "figures": figures}, indent=1) + "\n"
+    try:
+        path.write_text(text)
+    except OSError as error:
+        report.say(f"graphs are right here, but {path} cannot be written: {error}; it should say:\n{text}")
+    else:
         report.say(f"graphs are right here: {path} says so, and executor: auto takes them from now on")
 
 
 def check_steps(report: Report, loaded: LoadedModel) -> None:
-    """Rows of all kinds by both ways: chunks of prompts, single tokens, drafts."""
+    """Rows of all kinds by both ways: chunks of prompts, single tokens, drafts, trees, forks, what was cut back.
+
+    There are more sequences than slots, so that they take slots from each other.
+    """
     rng = random.Random(1)
-    runners = [ModelRunner(loaded, num_blocks=400, block_size=BLOCK_SIZE) for _ in range(2)]
-    runners[0].record_graphs(ExecutorLimits(max_rows=8, max_tokens=512, max_length=600, max_draft_tokens=7))
+    runners = [ModelRunner(loaded, num_blocks=1200, block_size=BLOCK_SIZE) for _ in range(2)]
+    limits = ExecutorLimits(max_rows=8, max_tokens=512, max_length=600, max_draft_tokens=7, has_trees=True)
+    runners[0].record_graphs(limits)
     report.check("a model is recorded", not runners[0].graphs_failure, runners[0].graphs_failure)
-    sequences = [[runner.new_sequence() for runner in runners] for _ in range(12)]
-    largest, num_other = 0.0, 0
+    for runner in runners:
+        runner.keep_hidden()
+    sequences = [[runner.new_sequence() for runner in runners] for _ in range(24)]
+    largest, hidden, num_other = 0.0, 0.0, 0
     for _ in range(ROUNDS):
-        chosen = rng.sample(sequences, rng.randint(1, 8))
+        chosen = rng.sample(range(len(sequences)), rng.randint(1, 8))
         counts = [rng.choice((1, 1, 4, 8, 60)) for _ in chosen]
         tokens = [[rng.randrange(loaded.vocab_size) for _ in range(count)] for count in counts]
-        outputs = []
+        parents = [TREE if count == 8 and rng.random() < 0.5 else () for count in counts]
+        forked, kept = rng.randrange(len(sequences)), [rng.randint(0, count) for count in counts]
+        outputs, states = [], []
         for number, runner in enumerate(runners):
             rows = []
-            for pair, of_row in zip(chosen, tokens, strict=True):
-                if len(pair[number]) > 400:
-                    runner.truncate(pair[number], 0)
-                runner.reserve(pair[number], len(pair[number]) + len(of_row))
-                rows.append(RowInput(pair[number], of_row, min(len(of_row), 8)))
+            for one, of_row, tree in zip(chosen, tokens, parents, strict=True):
+                sequence = sequences[one][number]
+                if len(sequence) > 400:
+                    runner.truncate(sequence, 0)
+                runner.reserve(sequence, len(sequence) + len(of_row))
+                rows.append(RowInput(sequence, of_row, min(len(of_row), 8), parents=tree))
             outputs.append(runner.forward(rows).clone())
+            assert runner.hidden is not None
+            states.append(runner.hidden.float().clone())
+            trees = [(row.sequence, len(row.sequence) - len(TREE), PATH) for row in rows if row.parents]
+            runner.keep_paths(trees)
+            for one, row, count in zip(chosen, rows, kept, strict=True):
+                if not row.parents:
+                    runner.truncate(row.sequence, len(row.sequence) - len(row.tokens) + count)
+                if one == forked:
+                    other = sequences[(one + 1) % len(sequences)]
+                    runner.free(other[number])
+                    other[number] = runner.fork(row.sequence)
         largest = max(largest, float((outputs[0] - outputs[1]).abs().max()))
+        hidden = max(hidden, float((states[0] - states[1]).abs().max()))
         num_other += int((outputs[0].argmax(1) != outputs[1].argmax(1)).sum())
     report.check("the same tokens as operator by operator, fp32", num_other == 0, f"{num_other} differ")
     report.check("the same logits up to rounding, fp32", largest < 1e-3, f"largest difference {largest:.2g}")
+    report.check("the same hidden states up to rounding, fp32", hidden < 1e-3, f"largest difference {hidden:.2g}")
 
 
 def time_steps(report: Report, role: str, loaded: LoadedModel, context: int) -> None:

@@ -28,7 +28,7 @@ from specdec.kernels.segmented import MAX_TREE_TOKENS
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
 from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, plan_memory, window_for
-from specdec.models.parity_check import AdmissionReport, check_admission
+from specdec.models.parity_check import NUM_CHECKED_ROWS, NUM_CHECKED_TOKENS, AdmissionReport, check_admission
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from specdec.structured.compiler import Grammars
 
@@ -220,24 +220,15 @@ def _build(
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
+    limits = _executor_limits(loaded, length, options, num_branches)
     memory = _planned(
-        loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size
+        loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size, limits
     )
     if progress is not None and not options.skip_parity_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
-        runner, admission = _admitted(loaded, memory, vocab_size, options)
-        if _wants_graphs(loaded, options):
-            runner.record_graphs(
-                ExecutorLimits(
-                    max_rows=options.max_num_seqs + num_branches,
-                    max_tokens=_max_num_batched_tokens(loaded, options),
-                    max_length=memory.max_model_len + MAX_TREE_TOKENS,  # a tree's tokens lie one after another
-                    max_draft_tokens=0 if num_branches else options.max_draft_tokens,
-                    has_trees=heads is not None,
-                )
-            )
+        runner, admission = _admitted(loaded, memory, vocab_size, options, limits)
     notes = (*_notes(runner, options), *_memory_notes(loaded.name, memory))
     if progress is not None:
         for note in (*notes, f"memory of {loaded.name}: {memory.describe()}"):
@@ -253,8 +244,9 @@ def _planned(
     options: BackendOptions,
     max_num_rows: int,
     mapped_vocab_size: int | None,
+    graphs: ExecutorLimits | None,
 ) -> MemoryPlan:
-    """Memory for weights, for a step of the largest size, and for the cache."""
+    """Memory for weights, for a step of the largest size, for recorded steps, and for the cache."""
     window = window_for(loaded, options.rollback_tokens)
     step = None
     if options.measures_step:
@@ -269,6 +261,7 @@ def _planned(
                 window=window,
                 heads=heads,
                 mapped_vocab_size=mapped_vocab_size,
+                graphs=graphs,
             )
     share = options.device_share or 1.0
     budget_bytes, fraction = _cache_room(loaded, options.kv_cache_memory, share, step)
@@ -292,14 +285,20 @@ def _planned(
 
 
 def _admitted(
-    loaded: LoadedModel, memory: MemoryPlan, vocab_size: int, options: BackendOptions
+    loaded: LoadedModel,
+    memory: MemoryPlan,
+    vocab_size: int,
+    options: BackendOptions,
+    graphs: ExecutorLimits | None,
 ) -> tuple[ModelRunner, AdmissionReport | None]:
-    """A runner that gives what the plain model gives, the fastest there is."""
+    """A runner that gives what the plain model gives, the fastest there is; the check is of recorded steps."""
     slots = max(1, memory.num_state_slots)
     common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
     common |= {"vocab_size": vocab_size, "num_state_slots": slots}
     if loaded.opaque_state is None:
         runner = ModelRunner(loaded, window=memory.window, window_blocks=memory.window_blocks, **common)
+        if graphs is not None:
+            runner.record_graphs(graphs)
         return runner, None if options.skip_parity_check else check_admission(runner)
     if not options.skip_parity_check:
         with suppress(ModelLoadError):
@@ -309,8 +308,21 @@ def _admitted(
     return runner, None if options.skip_parity_check else check_admission(runner)
 
 
-def _wants_graphs(loaded: LoadedModel, options: BackendOptions) -> bool:
-    return options.executor == "graphs" or (options.executor == "auto" and has_record(loaded.device))
+def _executor_limits(
+    loaded: LoadedModel, max_model_len: int, options: BackendOptions, num_branches: int
+) -> ExecutorLimits | None:
+    """The largest step, where steps are to be recorded; it holds those of the check, too."""
+    if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
+        return None
+    tree_tokens = 0 if options.heads is None else options.heads.tree_tokens
+    max_draft_tokens = options.num_step_tokens - 1 if num_branches else max(options.max_draft_tokens, tree_tokens)
+    return ExecutorLimits(
+        max_rows=max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches),
+        max_tokens=max(NUM_CHECKED_TOKENS, _max_num_batched_tokens(loaded, options)),
+        max_length=max(NUM_CHECKED_TOKENS, max_model_len + MAX_TREE_TOKENS),  # a tree's tokens lie one after another
+        max_draft_tokens=max_draft_tokens,
+        has_trees=options.heads is not None,
+    )
 
 
 def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
@@ -323,8 +335,6 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
         notes.append(f"{name} is right token by token only: as a target it runs without speculation")
     if runner.graphs_failure:
         notes.append(f"{name} runs without CUDA graphs: {runner.graphs_failure}")
-    elif runner.graphs_bytes:
-        notes.append(f"{name}: CUDA graphs take {runner.graphs_bytes / _MIB:,.1f} MiB")
     if options.skip_parity_check:
         notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)

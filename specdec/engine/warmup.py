@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.medusa import MedusaHeads
+from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.gather import max_group_numbers
 from specdec.models.loading import LoadedModel
@@ -63,6 +65,7 @@ def measure_step(
     window: Window | None = None,
     heads: MedusaHeads | None = None,
     mapped_vocab_size: int | None = None,
+    graphs: ExecutorLimits | None = None,
 ) -> StepMemory:
     """Run a step that reads as much of a prompt as a step may, and one that decides as many tokens, and measure both.
 
@@ -77,6 +80,7 @@ def measure_step(
         window: How far back recurrent states reach, for a model that has any.
         heads: On it, if there are any.
         mapped_vocab_size: Width of the target's vocabulary, where the model is a draft of another one.
+        graphs: The largest step, where steps are recorded: they are recorded once to see what that takes.
 
     Raises:
         ModelLoadError: The model cannot run such a step.
@@ -103,11 +107,12 @@ def measure_step(
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ModelLoadError(f"{loaded.name} cannot run a step of the largest size: {reason}") from error
+    graphs_bytes = 0 if graphs is None else _graphs_bytes(loaded, graphs, vocab_size)
     num_samplers = 1 if mapped_vocab_size is None else 2
-    peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES
+    peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES + graphs_bytes
     beside = 0 if held_bytes is None else max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
     beside += beside // _GROWTH_SHARE
-    return StepMemory(peaks, beside if loaded.device.type == "cpu" else 0)
+    return StepMemory(peaks, beside if loaded.device.type == "cpu" else 0, graphs_bytes)
 
 
 def _run_steps(
@@ -136,6 +141,19 @@ def _run_steps(
         _sample(mapped, [1] * num_rows, mapped_vocab_size)
     if heads is not None:
         _draft(heads, num_rows, runner.loaded)
+
+
+def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) -> int:
+    """Record steps once, and forget them; 0 where they cannot be recorded, and on a CPU, where nothing is."""
+    if loaded.device.type != "cuda" or loaded.opaque_state is not None or loaded.recurrent_layers:
+        return 0
+    runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size)
+    runner.record_graphs(limits)
+    num_bytes = runner.graphs_bytes
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return num_bytes
 
 
 @torch.inference_mode()

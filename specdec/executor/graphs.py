@@ -8,7 +8,7 @@ graph would compute can be tested there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from specdec.core.errors import reason_of
 from specdec.executor.derive import DerivedStep
 
 _SIZES = (16, 32, 64, 128, 256, 512)
-_ROUND_TO = 64
+_SIZE_STEP = 256
+"""Beyond those sizes: so that at most a third of a step is padding, in as few graphs as that takes."""
 _NUM_WARMUPS = 2
 """Runs before a size is recorded: kernels are compiled and libraries take their workspaces in them."""
 
@@ -44,12 +45,8 @@ class ExecutorLimits:
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that steps are recorded with, ascending: up to one for all rows with full drafts."""
         largest = min(self.max_tokens, self.max_rows * (1 + self.max_draft_tokens))
-        largest = -(-largest // _ROUND_TO) * _ROUND_TO if largest > _SIZES[-1] else _next_size(largest)
-        return (*(size for size in _SIZES if size < largest), largest)
-
-
-def _next_size(num_tokens: int) -> int:
-    return next(size for size in _SIZES if size >= num_tokens)
+        sizes = (*_SIZES, *range(_SIZES[-1] + _SIZE_STEP, largest + _SIZE_STEP, _SIZE_STEP))
+        return tuple(size for i, size in enumerate(sizes) if not i or sizes[i - 1] < largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +85,7 @@ class StepGraphs:
         self.num_bytes = 0
         self._sizes: tuple[int, ...] = ()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PassOutput]] = {}
+        self._kept: tuple[Tensor, ...] = ()
 
     def record(self, sizes: Sequence[int]) -> str:
         """Record every size, the largest first: the others find their memory in its pool.
@@ -105,6 +103,7 @@ class StepGraphs:
                     self._record(sizes)
             except Exception as error:  # of the model's code, a library, or a compiler of kernels
                 self._graphs.clear()
+                self._kept = ()
                 torch.cuda.empty_cache()
                 return f"its step cannot be recorded: {reason_of(error)}"
             torch.cuda.synchronize(self._device)
@@ -122,12 +121,30 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process may copy and allocate meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                output = self._run(size)
+                output = self._keep(self._run(size))
             self._graphs[size] = graph, output
         torch.cuda.current_stream().wait_stream(stream)
 
-    def size_for(self, num_tokens: int) -> int | None:
-        """The least size that holds a step; None where it is too large."""
+    def _keep(self, output: PassOutput) -> PassOutput:
+        """Copy what is large into memory that all sizes share; what a graph has allocated is free for the next one."""
+        large = (output.logits,) if output.hidden is None else (output.logits, output.hidden)
+        if not self._kept:
+            self._kept = tuple(map(torch.empty_like, large))  # the first size is the largest
+        kept = [to[: len(of)].copy_(of) for to, of in zip(self._kept, large, strict=True)]
+        return replace(output, logits=kept[0], hidden=None if output.hidden is None else kept[1])
+
+    def size_for(self, num_tokens: int, num_logits: int) -> int | None:
+        """The least size that holds a step.
+
+        None where it is too large, or large and so much of it a prompt that the vocabulary head of all its tokens
+        would cost more than launching its operators.
+
+        Args:
+            num_tokens: Of the step.
+            num_logits: How many of them want logits.
+        """
+        if num_tokens > _SIZES[-1] and 2 * num_logits < num_tokens:
+            return None
         return next((size for size in self._sizes if size >= num_tokens), None)
 
     def launch(self, size: int) -> PassOutput:

@@ -154,6 +154,11 @@ class ModelRunner:
         return self._kernel
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether steps have fixed sizes; see :meth:`record_graphs`."""
+        return self._graphs is not None
+
+    @property
     def max_rollback(self) -> int | None:
         """Most tokens that can be taken back for sure without reading others anew; None: any number."""
         limits = [self.pool.max_rollback, None if self.states is None else self.states.window.num_tokens]
@@ -236,15 +241,7 @@ class ModelRunner:
 
     def keep_hidden(self) -> None:
         """Keep from now on what the vocabulary head reads; repeating it changes nothing."""
-        if self._keeps_hidden:
-            return
         self._keeps_hidden = True
-
-        def keep(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
-            if self.hidden is None:  # the heads may use the same module, after the step
-                self.hidden = inputs[0][0]
-
-        self.loaded.model.get_output_embeddings().register_forward_pre_hook(keep)
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence; see :class:`CachedSequence` for ``salt``."""
@@ -357,7 +354,7 @@ class ModelRunner:
         sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
         num_logits = int(own.num_logits.sum())
         has_adapters = any(row.adapter is not None for row in rows)
-        size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens)
+        size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens, num_logits)
         states: list[tuple[SequenceState, StateRow]] = []
         if self._graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
@@ -375,7 +372,7 @@ class ModelRunner:
             states = self._begin_states(rows, own)
             with self._functions, self._used_adapters(rows, own):
                 every = num_logits == num_tokens
-                result = self._run(step, None if every else self._steps.logits(step, num_logits).token)
+                result = self._run(self._steps, step, None if every else self._steps.logits(step, num_logits).token)
             logits = result.logits
             self._note_finite(rows, result.finite_tokens, result.finite_logits)
         for row in rows:
@@ -384,14 +381,16 @@ class ModelRunner:
             state.oldest, state.newest = after.oldest_after, after.length
         return logits
 
-    def _run(self, step: DerivedStep, logit_tokens: torch.Tensor | None) -> PassOutput:
+    def _run(self, steps: Steps, step: DerivedStep, logit_tokens: torch.Tensor | None) -> PassOutput:
         """The model over a step, for the logits of some tokens or of all."""
         self.hidden = None
-        by_group = self._steps.by_group(step)
+        by_group = steps.by_group(step)
         self._cache.begin(by_group)
-        self._attention.begin(by_group, self._steps.bounds)
-        with self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens):
-            output = self.loaded.model(
+        self._attention.begin(by_group, steps.bounds)
+        model, head = self.loaded.model, self.loaded.model.get_output_embeddings()
+        hidden = head.register_forward_pre_hook(self._note_hidden) if self._keeps_hidden else nullcontext()
+        with model.base_model.register_forward_hook(self._note_finite_tokens), hidden:
+            output = model(
                 input_ids=step.tokens.unsqueeze(0),
                 position_ids=step.position.unsqueeze(0),
                 use_cache=True,
@@ -416,18 +415,16 @@ class ModelRunner:
         self.graphs_failure = self._unrecordable()
         if self.graphs_failure:
             return
-        self._steps.forget()
-        growing, self._steps = self._steps, Steps(self.pool, self.loaded.device, limits)
-        graphs = StepGraphs(lambda size: self._run(self._steps.derive(size), None), self.loaded.device)
-        self._steps.upload_nothing()
+        steps = Steps(self.pool, self.loaded.device, limits)
+        graphs = StepGraphs(lambda size: self._run(steps, steps.derive(size), None), self.loaded.device)
+        steps.upload_nothing()
         self.keep_hidden()  # what is not recorded cannot be had later
         self.graphs_failure = graphs.record(limits.graph_sizes)
         for number, group in enumerate(self.pool.groups):
             self._cache.clear(number, [group.null_block])  # what padding has written
-        if self.graphs_failure:
-            self._steps = growing
-        else:
-            self._limits, self._graphs, self.graphs_bytes = limits, graphs, graphs.num_bytes
+        if not self.graphs_failure:
+            self._steps.forget()
+            self._steps, self._limits, self._graphs, self.graphs_bytes = steps, limits, graphs, graphs.num_bytes
 
     def _unrecordable(self) -> str:
         """What of the model cannot be in a graph; empty if nothing."""
@@ -445,6 +442,9 @@ class ModelRunner:
     def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
         self._finite_tokens = output[0][0].isfinite().all(-1)
+
+    def _note_hidden(self, _module: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.hidden = inputs[0][0]
 
     def _used_adapters(self, rows: Sequence[RowInput], own: StepRows) -> AbstractContextManager[None]:
         """Around the step; rows with the same adapter that lie behind one another are multiplied together."""

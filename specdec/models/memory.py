@@ -37,12 +37,15 @@ class StepMemory:
     """What a model takes beside its weights and its cache.
 
     Attributes:
-        activation_bytes: Of a step of the largest size, by device: the most that is held at once while it runs.
+        activation_bytes: Of a step of the largest size, by device: the most that is held at once while it runs, and
+            what recorded steps hold all the time.
         process_bytes: Of the process on a CPU beside the model: the interpreter, libraries, other models.
+        graphs_bytes: Of steps recorded as CUDA graphs; part of ``activation_bytes``.
     """
 
     activation_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     process_bytes: int = 0
+    graphs_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class MemoryPlan:
         weights_bytes: Of the weights, which are there already.
         budget_bytes: What the cache was allowed to take.
         adapter_bytes: Of the slots for adapters, which are there already.
-        activation_bytes: Of a step of the largest size, measured; 0 where that was not done.
+        activation_bytes: Of a step of the largest size and of recorded steps, measured; 0 where that was not done.
+        graphs_bytes: Of these what recorded steps take.
         process_bytes: Of the process on a CPU beside the model.
         available_bytes: What the plan has to fit into: free memory and what the process holds already.
         num_state_slots: Sequences and branches whose recurrent states are held at once; 0 without recurrent layers.
@@ -82,6 +86,7 @@ class MemoryPlan:
     budget_bytes: int
     adapter_bytes: int = 0
     activation_bytes: int = 0
+    graphs_bytes: int = 0
     process_bytes: int = 0
     available_bytes: int = 0
     num_state_slots: int = 0
@@ -101,7 +106,9 @@ class MemoryPlan:
         """The plan in a line."""
         parts = [f"weights {_mib(self.weights_bytes)}"]
         parts += [f"adapters {_mib(self.adapter_bytes)}"] if self.adapter_bytes else []
-        parts += [f"a step {_mib(self.activation_bytes)} (measured)"] if self.activation_bytes else []
+        step_bytes = self.activation_bytes - self.graphs_bytes
+        parts += [f"a step {_mib(step_bytes)} (measured)"] if step_bytes else []
+        parts += [f"CUDA graphs {_mib(self.graphs_bytes)} (measured)"] if self.graphs_bytes else []
         parts += [f"cache {_mib(self.cache_bytes)}"]
         parts += [f"the rest of the process {_mib(self.process_bytes)}"] if self.process_bytes else []
         return f"{_mib(self.total_bytes)} planned of {_mib(self.available_bytes)}: {', '.join(parts)}"
@@ -197,6 +204,7 @@ def _plan(needs: _Needs, step: StepMemory, budget: int, num_slots: int, num_bloc
         budget_bytes=budget,
         adapter_bytes=loaded.adapter_bytes,
         activation_bytes=sum(step.activation_bytes.values()),
+        graphs_bytes=step.graphs_bytes,
         process_bytes=step.process_bytes,
         available_bytes=_available(loaded, step),
         num_state_slots=num_slots if needs.slot_bytes else 0,

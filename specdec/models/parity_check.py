@@ -22,6 +22,10 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 _ROW_LENGTHS = (41, 7, 24, 1)
 """Rows read side by side, in short pieces."""
 _SHORT_PIECE = 9
+_NUM_REFUSED = 3
+NUM_CHECKED_ROWS = len(_ROW_LENGTHS)
+NUM_CHECKED_TOKENS = NUM_CHECKED_ROWS * (_SHORT_PIECE + _NUM_REFUSED)
+"""Most tokens in a step of the check, and in a row, of a model without recurrent layers."""
 _NUM_LONG_PIECES = 4
 """Room for as many in a row of its own that is read in pieces longer than the window of a recurrent model: those go
 through the model's own scan over many tokens, with a state carried into it."""
@@ -124,7 +128,7 @@ def _split_rows(runner: ModelRunner, rows: list[list[int]], long_piece: int, rng
                 new = row[start : start + length]
                 if not new:
                     continue
-                tokens = new + [rng.randrange(runner.loaded.vocab_size) for _ in range(rng.randint(0, 3))]
+                tokens = new + [rng.randrange(runner.loaded.vocab_size) for _ in range(rng.randint(0, _NUM_REFUSED))]
                 if not runner.reserve(sequence, start + len(tokens)):
                     raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}")
                 inputs.append(RowInput(sequence, tokens, len(tokens)))

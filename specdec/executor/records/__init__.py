@@ -9,14 +9,14 @@ import torch
 
 
 def record_name(device: torch.device) -> str:
-    """The name of a GPU's record: its compute capability, and the versions of torch and Triton here.
+    """The name of a GPU's record: its compute capability, and the versions of what makes its graphs.
 
     Raises:
         PackageNotFoundError: there is no Triton.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    versions = (version(name).partition("+")[0] for name in ("torch", "triton"))
-    return f"{major}.{minor}-torch-{'-triton-'.join(versions)}.json"
+    versions = (f"{name}-{version(name).partition('+')[0]}" for name in ("torch", "triton", "transformers"))
+    return f"{major}.{minor}-{'-'.join(versions)}.json"
 
 
 def has_record(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from specdec.engine.warmup import StepLimits, _measured, peak_resident_bytes, re
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource
 from specdec.models.memory import StepMemory
+from specdec.models.parity_check import AdmissionReport, check_admission
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES
 
 DEMO = Path(specdec.demo.__path__[0])
@@ -107,6 +108,20 @@ def test_the_memory_of_a_step_is_measured_and_told() -> None:
     assert re.search(r"MiB planned of .*: weights .*, a step .* \(measured\), cache 16\.0 MiB, the rest of", lines[-1])
     _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), replace(options, measures_step=False))
     assert built.memory.activation_bytes == 0
+
+
+def test_recorded_steps_are_checked_and_hold_the_steps_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[bool] = []
+
+    def note(runner: ModelRunner) -> AdmissionReport:
+        checked.append(runner.is_recorded)
+        return check_admission(runner)
+
+    monkeypatch.setattr(build_module, "check_admission", note)
+    options = BackendOptions(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=8, executor="graphs")
+    _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), replace(options, measures_step=False))
+    assert checked == [True]
+    assert built.admission is not None
 
 
 def test_memory_that_is_held_only_for_a_moment_is_measured() -> None:

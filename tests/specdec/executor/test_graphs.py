@@ -42,7 +42,7 @@ def test_sizes_reach_to_all_rows_with_full_drafts() -> None:
     assert sizes(1, 100, 0) == (16,)
     assert sizes(4, 100, 5) == (16, 32)
     assert sizes(64, 2048, 7) == (16, 32, 64, 128, 256, 512)
-    assert sizes(100, 2048, 7) == (16, 32, 64, 128, 256, 512, 832)
+    assert sizes(100, 2048, 7) == (16, 32, 64, 128, 256, 512, 768, 1024)
     assert sizes(100, 50, 7) == (16, 32, 64)
 
 
@@ -133,10 +133,12 @@ def test_a_gpu_has_graphs_where_a_file_says_that_they_are_right(
 ) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(records, "version", {"torch": "2.11.0+cu130", "triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(
+        records, "version", {"torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0"}.__getitem__
+    )
     monkeypatch.setattr(records, "files", lambda name: tmp_path)
     assert not records.has_record(gpu)
-    assert records.record_name(gpu) == "9.0-torch-2.11.0-triton-3.6.0.json"
+    assert records.record_name(gpu) == "9.0-torch-2.11.0-triton-3.6.0-transformers-5.17.0.json"
     (tmp_path / records.record_name(gpu)).write_text("{}")
     assert records.has_record(gpu)
     assert not records.has_record(CPU)
