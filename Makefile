@@ -55,7 +55,7 @@ serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
 
 # What starts no service and takes seconds; a bare pytest runs the same (testpaths in pyproject.toml).
-FAST := tests/specdec tests/cluster tests/test_documents.py
+FAST := tests/specdec tests/cluster tests/test_documents.py tests/test_imports.py
 # What starts no service and takes minutes.
 THOROUGH := tests/thorough tests/deployments tests/k8s tests/benchmarks
 
@@ -105,14 +105,14 @@ test-versions:
 
 # Ten slices of what is too long for every change; .ci/slices says what each is.
 slice-statistics: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/sampling tests/thorough/engine/test_{rules,branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
+	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/{sampling,structured} tests/thorough/engine/test_{rules,branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
 
 slice-families: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/models tests/thorough/models \
+	@$(PYTEST) $(TWO) --whole tests/specdec/{cache,checkpoint,models} tests/thorough/models \
 		tests/thorough/engine/test_{families,recurrent,recurrent_branches,recurrent_faults,recurrent_loading,windows,quantized,adapters}.py $(ARGS)
 
 slice-protocol: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/{protocol,control,engine} tests/thorough/{protocol,control} \
+	@$(PYTEST) $(TWO) --whole tests/specdec/{protocol,drafting,engine} tests/thorough/{protocol,drafting} \
 		tests/thorough/engine/test_{branches,parameters,after_reasoning,parallel_drafting,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,ngram}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)

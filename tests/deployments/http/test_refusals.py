@@ -9,7 +9,7 @@ import pytest
 
 from .bodies import CALL
 from .conftest import Bench
-from .responses_client import LOGPROBS
+from .responses.responses_client import LOGPROBS
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-import specdec.demo
+from transformers import PreTrainedTokenizerFast
 
 WORDS = ["▁", "▁the", "▁sun", "s", "et", "▁is", "▁ok", "a", "é", ".", ",", "▁▁", "\n"]
 
@@ -39,11 +37,6 @@ def _wordpiece() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.WordPiece(cleanup=False)
     backend.add_special_tokens([AddedToken("[SEP]", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, sep_token="[SEP]", unk_token="[UNK]")
-
-
-@pytest.fixture(scope="session")
-def demo_tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(f"{specdec.demo.__path__[0]}/target")
 
 
 @pytest.fixture(scope="session")

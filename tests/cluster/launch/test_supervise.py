@@ -12,7 +12,7 @@ import pytest
 
 from cluster.launch.supervise import is_alive
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GRANDCHILD = "import time; time.sleep(300)"
 STUBBORN_GRANDCHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 SCRIPT = """

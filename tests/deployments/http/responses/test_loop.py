@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from deployments.http.app import create_app
 from deployments.http.service import ApiSettings
 
-from .engine_service import EngineService
-from .test_tool_loop import KINDS, Order, Weather
+from ..engine_service import EngineService
+from ..test_tool_loop import KINDS, Order, Weather
 
 TOOLS: Any = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Order)]
 ASK = {"role": "user", "content": "Where can I sit outside?"}

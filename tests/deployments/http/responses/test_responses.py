@@ -20,7 +20,7 @@ from specdec.core.types import TokenLogprobs
 from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import rounds
 
-from .conftest import TEXT, Bench, limits
+from ..conftest import TEXT, Bench, limits
 from .responses_client import ASK, LOGPROBS, PATH, checked, events, read_events, rebuilt, whole
 
 

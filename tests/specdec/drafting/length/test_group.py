@@ -6,7 +6,7 @@ import pytest
 
 from specdec.drafting.length.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
 from specdec.drafting.length.modes import OFF, Bounds, pace
-from tests.specdec.control.test_modes import conditions
+from tests.specdec.drafting.length.test_modes import conditions
 
 TOKENS = 400
 

@@ -10,7 +10,7 @@ from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.group import Group
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Planner, fixed_plan
 from tests.letters import provenance
-from tests.specdec.control.machines import Pair, Service
+from tests.specdec.drafting.length.machines import Pair, Service
 
 BRANCHES = 16
 

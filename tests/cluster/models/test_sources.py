@@ -47,9 +47,9 @@ def around(role, build, args, *, tag="none"):
 
 
 def test_a_function_of_ones_own_wraps_or_replaces_a_backend():
-    args = AppArgs(block_size=8, backend="tests.cluster.test_sources:around:tag=wrapped")
+    args = AppArgs(block_size=8, backend="tests.cluster.models.test_sources:around:tag=wrapped")
     assert backend_of(args, "target", lambda: "own") == ("target", "own", 8)
-    args = AppArgs(backend="tests.cluster.test_sources:around")
+    args = AppArgs(backend="tests.cluster.models.test_sources:around")
     assert backend_of(args, "draft_alone", lambda: "own")[:2] == ("draft_alone", None)
     assert backend_of(AppArgs(), "target", lambda: "own") == "own"
 
@@ -59,7 +59,7 @@ def test_a_function_of_ones_own_wraps_or_replaces_a_backend():
     [
         ("no_such_module:f", "cannot import no_such_module:f: ModuleNotFoundError"),
         ("tests.cluster.processors:TABLE", "must be a function or a callable object, and is of type dict"),
-        ("tests.cluster.test_sources:around:size=3", "got an unexpected keyword argument 'size'"),
+        ("tests.cluster.models.test_sources:around:size=3", "got an unexpected keyword argument 'size'"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_named(text, message):

@@ -16,7 +16,7 @@ from cluster.launch.local import status_args
 from cluster.launch.serve_config import laid_over, overlays, serve_config
 from deployments.app import DraftPoolArgs
 from deployments.operate.status import StatusArgs
-from tests.cluster.test_cli import EXAMPLES, as_yaml
+from tests.cluster.cli.test_flags import EXAMPLES, as_yaml
 
 NOT_ON_A_CLUSTER = ("target.token", "draft.token", "draft.pool")
 

@@ -29,12 +29,12 @@ from deployments.http.writing import json_bytes
 from specdec.core.errors import ServiceUnavailableError
 from specdec.core.types import TokenLogprobs
 
-from .conftest import Bench
+from ..conftest import Bench
+from ..scripted import rounds
+from ..stores import FaultyStore
+from ..test_tools import BODY as CHAT
+from ..test_tools import CALL_A
 from .responses_client import ASK, PATH, checked, events
-from .scripted import rounds
-from .stores import FaultyStore
-from .test_tools import BODY as CHAT
-from .test_tools import CALL_A
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
 

@@ -17,12 +17,11 @@ from deployments.http.service import ApiSettings
 from specdec.core.types import TokenLogprobs
 from tests.deployments.http.scripted import rounds
 
-from .bodies import RESPONSES
-from .conftest import Bench
-from .responses_client import PATH, checked, events, read_events, rebuilt, whole
-from .test_reasoning import BEGUN, accepts, tokenizer_with_tags
-from .test_tools import BODY as CHAT
-from .test_tools import (
+from ..bodies import RESPONSES
+from ..conftest import Bench
+from ..test_reasoning import BEGUN, accepts, tokenizer_with_tags
+from ..test_tools import BODY as CHAT
+from ..test_tools import (
     CALL_A,
     CALL_B,
     LLAMA_LIKE,
@@ -34,6 +33,7 @@ from .test_tools import (
     A,
     B,
 )
+from .responses_client import PATH, checked, events, read_events, rebuilt, whole
 
 FLAT = [{"type": "function", **tool["function"]} for tool in CHAT["tools"]]
 ASK = {"input": "What weather?", "tools": FLAT}

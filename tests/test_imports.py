@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 NAMES = re.compile(r"(specdec|cluster|deployments|k8s|tests|benchmarks|examples)(\.\w+)+:\w+")
 ORDER = ("specdec", "cluster", "deployments", "k8s", "tests", "benchmarks", "examples")
 
