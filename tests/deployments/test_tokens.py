@@ -1,4 +1,4 @@
-"""The ingress' end of the service: errors, failure and drain."""
+"""The ingress' end of the service: what it gives at once, errors, failure and drain."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from deployments.http.service import ModelInfo, SequenceRequest, ServedModel
-from deployments.tokens import RoutedTokens
+from deployments.tokens import Inbox, RoutedTokens
 from deployments.transport.host import LoopHost
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
 from specdec.core.log import TokenLog
-from specdec.core.messages import End, NewTokens, Notes
+from specdec.core.messages import End, NewTokens, Notes, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
@@ -102,3 +102,44 @@ async def test_drain_refuses_what_is_new_and_lets_the_others_end(ingress: Ingres
     assert (await first).finish == "stop"
     await one.aclose()
     assert ingress.tokens.num_open == 0
+
+
+def delta(*tokens: int, plan: Plan | None = None) -> TokenDelta:
+    return TokenDelta(tokens, Notes(provenance("p" * len(tokens)), (0,) * len(tokens)), None, plan)
+
+
+async def waiting(inbox: Inbox) -> asyncio.Task[TokenDelta]:
+    """A reader that has done whatever it can do without time."""
+    task = asyncio.create_task(inbox.take())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_everything_is_given_as_it_comes() -> None:
+    inbox = Inbox()
+    for token in range(3):
+        task = await waiting(inbox)
+        assert not task.done()
+        inbox.put(delta(token))
+        assert await task == delta(token)
+
+
+async def test_what_has_piled_up_is_given_in_one() -> None:
+    inbox = Inbox()
+    inbox.put(delta(1))
+    assert await inbox.take() == delta(1)
+    inbox.put(delta(2, 3, plan=Plan(4)))
+    inbox.put(delta(4))
+    inbox.put(TokenDelta((5,), Notes(provenance("a"), (2,)), "length"))
+    assert await inbox.take() == TokenDelta((2, 3, 4, 5), Notes(provenance("pppa"), (0, 0, 0, 2)), "length", Plan(4))
+
+
+async def test_a_reader_that_is_cancelled_takes_nothing_along() -> None:
+    inbox = Inbox()
+    task = await waiting(inbox)
+    task.cancel()
+    inbox.put(delta(2))
+    await asyncio.gather(task, return_exceptions=True)
+    inbox.put(TokenDelta((3,), Notes(provenance("p"), (0,)), "length"))
+    assert (await inbox.take()).tokens == (2, 3)
