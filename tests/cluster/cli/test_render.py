@@ -151,37 +151,6 @@ def test_traces_need_variables_on_every_node(service, tmp_path, capsys):
     assert "tracing" not in (tmp_path / "out" / "serve.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("keys", "flags", "words"),
-    [
-        ({"target": {"model": "t", "token": "hf_0123"}}, (), "target.token: a cluster would show it"),
-        ({"target": "t", "draft": {"model": "d", "token": "hf_0123"}}, (), "draft.token: a cluster would show it"),
-        ({"demo": "plain", "host": "127.0.0.1"}, (), "host: 127.0.0.1: nobody else reaches it"),
-        ({"demo": "plain", "host": "10.0.0.7"}, (), "host: 10.0.0.7: every node would listen on it"),
-        ({"demo": "plain", "port": 0}, (), "port: 0 takes any port"),
-        ({"demo": "plain", "port": 9000}, ("--overlay", "dev"), "port: the pods' port is 8000"),
-        ({"demo": "plain", "tls": {"ssl_certfile": "c", "ssl_keyfile": "k"}}, ("--overlay", "dev"), "tls: "),
-        ({"demo": "plain", "tls": {"ssl_certfile": "c"}}, (), "tls: ssl_certfile and ssl_keyfile need each other"),
-        ({"target": "t", "draft": {"pool": "p"}}, (), "draft.pool: this is one application"),
-        (APART | {"draft": None}, (), "separate_draft: there is no draft model"),
-        (APART | {"actors": {}}, (), "separate_draft: two applications share no devices out"),
-        ({"demo": "plain"}, ("--overlay", "nowhere"), "overlay: nowhere is no folder"),
-        (
-            {"demo": "plain", "store": {"redis_url": "redis://:hf_0123@host"}},
-            (),
-            "store.redis_url: must hold no password",
-        ),
-        ({"demo": "plain", "store": {"redis_url": "host:6379"}}, (), "store.redis_url: must be redis://host"),
-        ({"limits": {}}, (), "target: names no model"),
-        ({"demo": "plain", "prot": 1}, (), "unknown key 'prot'; the nearest known key is 'port'"),
-    ],
-)
-def test_what_a_cluster_cannot_follow_is_refused_by_name(service, capsys, keys, flags, words):
-    error = printed(capsys, service(**keys), *flags, code=2)
-    assert words in error
-    assert "hf_0123" not in error
-
-
 def test_this_machines_variables_have_no_say(service, capsys, monkeypatch):
     config = service(target="t")
     before = printed(capsys, config)

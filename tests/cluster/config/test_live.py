@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import logging
 
-import pytest
-
 from cluster.config.app import AppArgs
 from cluster.config.base import key_paths
 from cluster.config.live import LIVE_KEYS, reconfigured, set_log_level
-from specdec.core.errors import InvalidParameterError
 
 ARGS = AppArgs.model_validate(
     {"target": {"model": "t", "token": "secret"}, "limits": {"retry_after_s": 7, "max_sequences": 3}}
@@ -23,26 +20,6 @@ def test_what_a_user_config_does_not_name_stays():
     assert reconfigured(ARGS, {"access": {"admin_keys": ["a"]}, "replicas": {"target": 2}}).access.admin_keys == ("a",)
     assert reconfigured(ARGS, {}) == ARGS
     assert reconfigured(ARGS, None) == ARGS
-
-
-@pytest.mark.parametrize(
-    ("user_config", "words"),
-    [
-        (
-            {"access": {"metrics_need_key": False}},
-            "user_config: access.metrics_need_key cannot change without a restart",
-        ),
-        ({"target": "other"}, "user_config: target cannot change without a restart"),
-        ({"num_speculative_tokens": 3}, "user_config: num_speculative_tokens cannot change without a restart"),
-        ({"limit": {}}, "user_config: unknown key 'limit'; the nearest known key is 'limits'"),
-        ({"limits": {"retry_after": 1}}, "user_config: unknown key 'limits.retry_after'; .* 'limits.retry_after_s'"),
-        ({"limits": {"retry_after_s": 0}}, "user_config: limits.retry_after_s"),
-        ({"protocol": {"renew_interval_s": 1000}}, "user_config: .*lease_s"),
-    ],
-)
-def test_what_needs_a_restart_or_is_wrong_is_refused_by_name(user_config, words):
-    with pytest.raises(InvalidParameterError, match=words):
-        reconfigured(ARGS, user_config)
 
 
 def test_the_log_level_goes_back_to_serves_own(monkeypatch):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from cluster.config.app import FILE, OTLP_LIBRARY, ServiceConfig, Tracing
+from cluster.config.app import FILE, Tracing
 from cluster.config.environment import prepare_for_ray
-from cluster.config.files import load_config
 from cluster.config.names import OTLP
-from cluster.launch.local import LocalService
-from specdec.core.errors import InvalidParameterError
 
 
 def test_nothing_is_set_where_nothing_is_traced() -> None:
@@ -25,35 +20,6 @@ def test_exporters_have_short_names(exporter: str, path: str) -> None:
         "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": path,
         "RAY_SERVE_TRACING_SAMPLING_RATIO": "0.5",
     }
-
-
-@pytest.mark.parametrize("exporter", ["no.such.module:f", "os.path:no_such_function", "os.path:sep"])
-def test_an_exporter_that_is_not_there_is_refused_before_ray_starts(exporter: str) -> None:
-    lines: list[str] = []
-    service = LocalService(ServiceConfig(tracing=Tracing(exporter=exporter)), lines.append)
-    with pytest.raises(InvalidParameterError, match=r"^tracing\.exporter: "):
-        service.start_ray()
-    assert lines == []
-
-
-def test_otlp_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, OTLP_LIBRARY, None)
-    with pytest.raises(InvalidParameterError, match=r"tracing\.exporter: .*; pip install 'specdec-serve\[otlp\]'"):
-        Tracing(exporter="otlp").check()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("exporter", "jaeger"), ("exporter", "a.b:"), ("endpoint", "localhost:4318"), ("sampling_ratio", "1.5")],
-)
-def test_values_that_say_nothing_are_refused(key: str, value: str) -> None:
-    with pytest.raises(InvalidParameterError, match=rf"tracing\.{key}"):
-        load_config(None, {f"tracing.{key}": value})
-
-
-def test_an_endpoint_is_of_otlp_alone() -> None:
-    with pytest.raises(InvalidParameterError, match=r"tracing\.endpoint: needs tracing\.exporter: otlp"):
-        Tracing(exporter="file", endpoint="http://localhost:4318").check()
 
 
 def test_the_collector_is_named_to_all_processes() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cluster.cli.main import main
 from cluster.config.app import AppArgs
 from cluster.config.base import validated
 from cluster.config.environment import VLLM_SETTINGS, prepare_for_vllm
@@ -20,26 +19,6 @@ from specdec.core.errors import InvalidParameterError
 
 def args_of(**target: Any) -> AppArgs:
     return validated(AppArgs, {"target": {"engine": "vllm", **target}})
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ({"engine": "transformers", "engine_args": {"quantization": "fp8"}}, "need engine: vllm"),
-        ({"engine": "transformers", "python": "p"}, "need engine: vllm"),
-        ({"engine": "transformers", "allow_untested": True}, "need engine: vllm"),
-        ({"device": "cuda:1"}, "device and device_map are not for engine vllm"),
-        ({"device_map": "auto"}, "device and device_map are not for engine vllm"),
-        ({"engine_args": {"max_model_len": 4}}, "max_model_len is said by max_model_len"),
-        ({"engine_args": {"trust_remote_code": True}}, "trust_remote_code is set by specdec"),
-        ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is not tested"),
-        ({"engine_args": {"enable_lora": True}}, "enable_lora is not tested"),
-        ({"engine": "sglang"}, "must be 'transformers' or 'vllm'"),
-    ],
-)
-def test_keys_that_do_not_go_together(target: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        args_of(**target)
 
 
 def test_what_the_replica_is_started_with() -> None:
@@ -106,12 +85,6 @@ def test_this_python_has_no_vllm() -> None:
     message = "target.engine: vllm needs vLLM .* in the Python of the target's replica .*: No module named 'vllm'"
     with pytest.raises(InvalidParameterError, match=message):
         check_engine(args_of(python=sys.executable))
-
-
-def test_one_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "pair.yaml").write_text("demo: plain\ntarget: {engine: vllm}\n")
-    assert main(["generate", "text", "--config", str(tmp_path / "pair.yaml")]) == 2
-    assert "needs its own process" in capsys.readouterr().err
 
 
 def test_the_engine_decides_tokens_but_in_float32() -> None:
