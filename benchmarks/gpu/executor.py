@@ -61,8 +61,7 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
     rng = random.Random(1)
     runners = [ModelRunner(loaded, num_blocks=1200, block_size=BLOCK_SIZE) for _ in range(2)]
     limits = ExecutorLimits(max_rows=8, max_tokens=512, max_length=600, max_draft_tokens=7, has_trees=True)
-    runners[0].record_graphs(limits)
-    report.check("a model is recorded", not runners[0].graphs_failure, runners[0].graphs_failure)
+    record(report, "a model", runners[0], limits)
     for runner in runners:
         runner.keep_hidden()
     sequences = [[runner.new_sequence() for runner in runners] for _ in range(24)]
@@ -102,13 +101,23 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
     report.check("the same hidden states up to rounding, fp32", hidden < 1e-3, f"largest difference {hidden:.2g}")
 
 
+def record(report: Report, name: str, runner: ModelRunner, limits: ExecutorLimits) -> None:
+    """Record a model's steps; on a GPU with compiled layers, or it is said why not."""
+    runner.record_graphs(limits, "inductor" if runner.loaded.device.type == "cuda" else None)
+    report.check(f"{name} is recorded", not runner.graphs_failure, runner.graphs_failure)
+    if runner.compile_failure:
+        report.say(f"layers are not compiled: {runner.compile_failure}")
+
+
 def time_steps(report: Report, role: str, loaded: LoadedModel, context: int) -> None:
     """Steps of 1, 16 and 64 rows x 1 and 8 tokens by graphs, over reading the weights once."""
     max_length = context + 16
     num_blocks = 64 * (max_length // BLOCK_SIZE + 1)
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    runner.record_graphs(ExecutorLimits(max_rows=64, max_tokens=2048, max_length=max_length, max_draft_tokens=7))
-    report.check(f"the {role} is recorded", not runner.graphs_failure, runner.graphs_failure)
+    start_s = time.monotonic()
+    limits = ExecutorLimits(max_rows=64, max_tokens=2048, max_length=max_length, max_draft_tokens=7)
+    record(report, f"the {role}", runner, limits)
+    report.figure(f"graph_{role}_record_s", time.monotonic() - start_s)
     report.figure(f"graph_{role}_memory_mib", runner.graphs_bytes / (1 << 20))
     floor_s = read_bytes(loaded) / read_bandwidth(loaded.device)
     sequences = [runner.new_sequence() for _ in range(64)]

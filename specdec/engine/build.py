@@ -298,7 +298,7 @@ def _admitted(
     if loaded.opaque_state is None:
         runner = ModelRunner(loaded, window=memory.window, window_blocks=memory.window_blocks, **common)
         if graphs is not None:
-            runner.record_graphs(graphs)
+            runner.record_graphs(graphs, "inductor" if loaded.device.type == "cuda" else None)
         return runner, None if options.skip_parity_check else check_admission(runner)
     if not options.skip_parity_check:
         with suppress(ModelLoadError):
@@ -335,6 +335,8 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
         notes.append(f"{name} is right token by token only: as a target it runs without speculation")
     if runner.graphs_failure:
         notes.append(f"{name} runs without CUDA graphs: {runner.graphs_failure}")
+    elif runner.compile_failure:
+        notes.append(f"{name} runs without compiled layers: {runner.compile_failure}")
     if options.skip_parity_check:
         notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)

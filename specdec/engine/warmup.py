@@ -149,6 +149,7 @@ def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) 
         return 0
     runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size)
     runner.record_graphs(limits)
+    runner.forget_graphs()
     num_bytes = runner.graphs_bytes
     del runner
     gc.collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,10 @@ from specdec.cache.recurrent.binding import bind
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.cache.recurrent.snapshots import SnapshotPool
+from specdec.core.errors import reason_of
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import StepProgress
+from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.paged_cache import PagedCache, group_window
@@ -32,6 +34,9 @@ from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.slots import AdapterPool, AdapterRun
 from specdec.models.probe import cache_argument
+
+_COMPILED_TOKENS = 67
+"""Tokens of the step that layers are compiled by: few, as most steps have, and as many as no other size of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class ModelRunner:
         is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
             and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
         graphs_failure: After :meth:`record_graphs`, why steps are not recorded; empty where they are.
+        compile_failure: After :meth:`record_graphs`, why layers are not compiled; empty where they are.
         graphs_bytes: Memory of the device that recorded steps take.
     """
 
@@ -128,7 +134,8 @@ class ModelRunner:
         self._steps = Steps(self.pool, loaded.device)
         self._graphs: StepGraphs | None = None
         self._keeps_hidden = False
-        self.graphs_failure, self.graphs_bytes = "", 0
+        self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
+        self._layers: CompiledLayers | None = None
         self.states: StatePool | SnapshotPool | None = None
         pool = states
         if loaded.recurrent_layers:
@@ -370,7 +377,8 @@ class ModelRunner:
         else:
             step = self._steps.begin(sequences, own)
             states = self._begin_states(rows, own)
-            with self._functions, self._used_adapters(rows, own):
+            compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
+            with self._functions, self._used_adapters(rows, own), compiled:
                 every = num_logits == num_tokens
                 result = self._run(self._steps, step, None if every else self._steps.logits(step, num_logits).token)
             logits = result.logits
@@ -403,28 +411,66 @@ class ModelRunner:
         assert self._finite_tokens is not None, "the model's layers are not run by its base model"
         return PassOutput(step, logits, self._finite_tokens, logits.amax(1).isfinite(), self.hidden)
 
-    def record_graphs(self, limits: ExecutorLimits) -> None:
+    def record_graphs(self, limits: ExecutorLimits, backend: str | Callable[..., Any] | None = None) -> None:
         """Record steps of all sizes, so that each is one launch on a GPU; see :class:`StepGraphs`.
 
         From then on no step may be larger than ``limits``. Where the model cannot be recorded, :attr:`graphs_failure`
-        says why, and nothing changes.
+        says why, and nothing changes. Layers are compiled first, where that is possible.
 
         Args:
             limits: The largest step.
+            backend: What compiles the layers; None does not compile them.
         """
         self.graphs_failure = self._unrecordable()
         if self.graphs_failure:
             return
         steps = Steps(self.pool, self.loaded.device, limits)
-        graphs = StepGraphs(lambda size: self._run(steps, steps.derive(size), None), self.loaded.device)
         steps.upload_nothing()
         self.keep_hidden()  # what is not recorded cannot be had later
+        if backend is not None:
+            self._compile_layers(steps, limits, backend)
+        graphs = StepGraphs(lambda size: self._run(steps, steps.derive(size), None), self.loaded.device)
         self.graphs_failure = graphs.record(limits.graph_sizes)
+        if self.graphs_failure and self._layers is not None:
+            self.compile_failure, self.graphs_failure = self.graphs_failure, ""
+            self._layers.undo()
+            self._layers = None
+            self.graphs_failure = graphs.record(limits.graph_sizes)
         for number, group in enumerate(self.pool.groups):
             self._cache.clear(number, [group.null_block])  # what padding has written
         if not self.graphs_failure:
             self._steps.forget()
             self._steps, self._limits, self._graphs, self.graphs_bytes = steps, limits, graphs, graphs.num_bytes
+
+    def forget_graphs(self) -> None:
+        """Undo :meth:`record_graphs`: the model may get another runner."""
+        if self._layers is not None:
+            self._layers.undo()
+        self._layers = self._limits = self._graphs = None
+        self._steps = Steps(self.pool, self.loaded.device)
+
+    @torch.inference_mode()
+    def _compile_layers(self, steps: Steps, limits: ExecutorLimits, backend: str | Callable[..., Any]) -> None:
+        """Compile the layers by a step that is padding alone, of a size that no graph has: then it fits all sizes."""
+        self.compile_failure = "" if self.loaded.adapters is None else "it may have adapters"
+        if self.compile_failure:
+            return
+        size = min(limits.max_tokens, _COMPILED_TOKENS)
+        some = torch.zeros(1, dtype=torch.int32, device=self.loaded.device)
+        layers = None
+        try:
+            layers = CompiledLayers(self.loaded.model, backend)
+            self._run(steps, steps.derive(size), some)
+        except Exception as error:  # of the compiler, or of what it has made
+            self.compile_failure = f"its layers cannot be compiled: {reason_of(error)}"
+            if layers is not None:
+                layers.undo()
+        else:
+            self._layers = layers
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Within, the model runs operator by operator, also where its layers are compiled."""
+        return nullcontext() if self._layers is None else self._layers.not_used()
 
     def _unrecordable(self) -> str:
         """What of the model cannot be in a graph; empty if nothing."""

@@ -228,6 +228,7 @@ def register_attention() -> None:
 
     No mask function is registered with it, so models build no masks.
     """
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)

@@ -69,7 +69,7 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
     rows = [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in lengths]
     try:
         split = _split_forward(runner, rows, long_piece, rng)
-        with _stock_attention(runner.loaded.model):
+        with runner.uncompiled(), _stock_attention(runner.loaded.model):
             whole = [_whole_forward(runner, row) for row in rows]
     except torch.OutOfMemoryError:
         raise  # it says nothing of the model
