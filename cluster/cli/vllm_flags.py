@@ -55,6 +55,9 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             "its list of processes: access.api_keys_file is safer",
         ),
         group.add_argument(
+            "--enforce-eager", action="store_true", help="no CUDA graphs and nothing compiled: executor: eager"
+        ),
+        group.add_argument(
             "--download-dir", metavar="FOLDER", help="where models of the hub are kept, for this command alone"
         ),
     ]
@@ -72,6 +75,8 @@ def vllm_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides |= _speculative(given["speculative_config"])
     if given.get("lora_modules"):
         overrides["lora.adapters"] = [_module(entry) for entry in given["lora_modules"]]
+    if given.get("enforce_eager"):
+        overrides["executor"] = "eager"
     if given.get("enable_lora") and not (
         {"lora.adapters", "lora.folder", "lora.hub"} & (overrides.keys() | given.keys())
     ):
@@ -155,8 +160,7 @@ INSTEAD = {
     "--hf-repo": _MODEL,
     "--alias": "use --served-model-name",
     "-q": _QUANTIZATION,
-    "--gpu-memory-utilization": _MEMORY,
-    "--mem-fraction-static": _MEMORY,
+    "--mem-fraction-static": "use --gpu-memory-utilization",
     "--kv-cache-memory-bytes": _MEMORY,
     "--tensor-parallel-size": _PARALLEL,
     "--tensor-parallel": _PARALLEL,

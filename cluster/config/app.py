@@ -292,6 +292,13 @@ class AppArgs(StrictModel):
         le=1 << 16,
         description="most sequences in one forward pass; the cache is made for no more of full length",
     )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="part of a GPU's memory that weights, a step and an automatic cache may take, of both models where "
+        "they share it",
+    )
     executor: Literal["auto", "graphs", "eager"] = Field(
         "auto",
         description="how a GPU runs steps: recorded as CUDA graphs, or operator by operator; auto: graphs where "

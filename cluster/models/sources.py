@@ -75,6 +75,7 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         other_vocabulary=isinstance(model, DraftConfig) and model.other_vocabulary,
         rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
         logits_processors=load_processors(args.logits_processors),
+        gpu_memory_utilization=args.gpu_memory_utilization,
         executor=args.executor,
         max_draft_tokens=args.most_draft_tokens,
         heads=_heads(args) if model is args.target else None,

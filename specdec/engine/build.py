@@ -39,8 +39,6 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 
 CPU_KV_FRACTION = 0.25
 """Part of a machine's free memory that the cache may take: others need it too."""
-GPU_KV_FRACTION = 0.9
-"""Part of what a GPU has left for a model, beside a step, that its cache may take; allocators leave gaps."""
 _MIB = 1 << 20
 
 
@@ -73,6 +71,7 @@ class BackendOptions:
         max_num_batched_tokens: Most tokens in one forward pass; None chooses by device.
         kv_cache_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_seqs: Most sequences in one forward pass; the cache need not hold more whole sequences.
+        gpu_memory_utilization: Part of a GPU that may be used; allocators leave gaps. For ``auto`` memory.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is
             all of it; a pair that :class:`specdec.engine.engine.SpeculativeEngine` loads onto one GPU has equal shares.
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
@@ -95,6 +94,7 @@ class BackendOptions:
     max_num_batched_tokens: int | None = None
     kv_cache_memory: Literal["auto"] | float | int = "auto"
     max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.9
     device_share: float | None = None
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
     skip_parity_check: bool = False
@@ -263,8 +263,7 @@ def _planned(
                 mapped_vocab_size=mapped_vocab_size,
                 graphs=graphs,
             )
-    share = options.device_share or 1.0
-    budget_bytes, fraction = _cache_room(loaded, options.kv_cache_memory, share, step)
+    budget_bytes, fraction = _cache_room(loaded, options, step)
     try:
         return plan_memory(
             loaded,
@@ -279,9 +278,11 @@ def _planned(
             is_bounded=options.kv_cache_memory == "auto" and loaded.device.type == "cpu",
         )
     except MemoryPlanError as error:
-        if options.kv_cache_memory != "auto" or loaded.device.type != "cuda" or share == 1:
+        if options.kv_cache_memory != "auto" or loaded.device.type != "cuda" or options.device_share in (None, 1):
             raise
-        raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_cache_memory can name more)") from error
+        raise MemoryPlanError(
+            f"{error} (its share of the GPU is {options.device_share:g}; kv_cache_memory can name more)"
+        ) from error
 
 
 def _admitted(
@@ -350,9 +351,10 @@ def _memory_notes(name: str, memory: MemoryPlan) -> Iterator[str]:
 
 
 def _cache_room(
-    loaded: LoadedModel, wanted: Literal["auto"] | float | int, share: float, step: StepMemory | None = None
+    loaded: LoadedModel, options: BackendOptions, step: StepMemory | None = None
 ) -> tuple[int | None, float]:
     """Bytes for the cache; None where they are the fraction beside it of what is free on each of its devices."""
+    wanted, share = options.kv_cache_memory, options.device_share or 1.0
     if isinstance(wanted, int):
         return wanted, 1.0
     if isinstance(wanted, float):
@@ -360,21 +362,30 @@ def _cache_room(
     if loaded.device.type != "cuda":
         return None, CPU_KV_FRACTION
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
-        return None, GPU_KV_FRACTION * share
+        return None, options.gpu_memory_utilization * share
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
-    model_bytes = loaded.weights_bytes + loaded.adapter_bytes
     step_bytes = 0 if step is None else step.activation_bytes.get(loaded.device, 0)
-    return gpu_budget_bytes(total_bytes, free_bytes, model_bytes, share, step_bytes), 1.0
+    held_bytes = loaded.weights_bytes + loaded.adapter_bytes + step_bytes
+    return gpu_budget_bytes(
+        total_bytes * share, free_bytes, held_bytes, step_bytes, options.gpu_memory_utilization
+    ), 1.0
 
 
 def gpu_budget_bytes(
-    total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float, step_bytes: int = 0
+    share_bytes: float, free_bytes: int, held_bytes: int, step_bytes: int = 0, utilization: float = 0.9
 ) -> int:
-    """Bytes for a model's cache on a GPU: of its share what weights and a step leave, and never more than is free.
+    """Bytes for a model's cache on a GPU: what its own weights and step leave of its share, as far as that is free.
 
     Whoever loads first must not take what the other models on the device were promised.
+
+    Args:
+        share_bytes: Of the GPU's memory what is this model's.
+        free_bytes: Nobody's so far; weights are there already.
+        held_bytes: Weights, adapters and a step.
+        step_bytes: A step.
+        utilization: Part of the memory that may be used.
     """
-    return int(GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes) - step_bytes))
+    return int(max(0.0, min(utilization * share_bytes - held_bytes, utilization * free_bytes - step_bytes)))
 
 
 def _max_num_batched_tokens(loaded: LoadedModel, options: BackendOptions) -> int:

@@ -16,7 +16,7 @@ from specdec.core.errors import InvalidParameterError, ModelLoadError, reason_of
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Progress
-from specdec.engine.build import CHUNK_TOKENS, CPU_KV_FRACTION, GPU_KV_FRACTION, BackendOptions, make_sampler
+from specdec.engine.build import CHUNK_TOKENS, CPU_KV_FRACTION, BackendOptions, make_sampler
 from specdec.engine.vllm.checks import (
     PARAMETER,
     VllmOptions,
@@ -147,7 +147,7 @@ def _memory(options: BackendOptions) -> dict[str, Any]:
     if isinstance(wanted, int):
         return {"kv_cache_memory_bytes": wanted}
     if torch.cuda.is_available():
-        share = GPU_KV_FRACTION * (options.device_share or 1.0) if wanted == "auto" else wanted
+        share = options.gpu_memory_utilization * (options.device_share or 1.0) if wanted == "auto" else wanted
         return {"gpu_memory_utilization": share}
     fraction = CPU_KV_FRACTION if wanted == "auto" else wanted
     return {"kv_cache_memory_bytes": int(fraction * host_memory().free_bytes)}

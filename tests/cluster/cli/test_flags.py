@@ -22,6 +22,7 @@ from specdec.core.errors import InvalidParameterError
 EXAMPLES = {
     "demo": "plain",
     "executor": "eager",
+    "gpu_memory_utilization": 0.8,
     "skip_parity_check": True,
     "target.model": "some/target",
     "target.revision": "main",
@@ -337,6 +338,7 @@ def overrides_of(*words):
             {"lora.adapters": [{"name": "a", "path": "/x"}, {"name": "b", "path": "/y"}]},
         ),
         (("--enable-lora", "--lora-folder", "/x"), {"lora.folder": "/x"}),
+        (("--enforce-eager",), {"executor": "eager"}),
         (
             ("--speculative-config", '{"model": "d", "num_speculative_tokens": 3}'),
             {"draft.method": "model", "draft.model": "d", "num_speculative_tokens": 3},

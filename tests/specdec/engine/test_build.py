@@ -37,16 +37,18 @@ def test_two_models_on_one_gpu_leave_each_other_room(target_first: bool) -> None
     free, budgets = 80 * GIB, []
     for weight in weights:
         free -= weight
-        budgets.append(gpu_budget_bytes(80 * GIB, free, weight, 0.5))
+        budgets.append(gpu_budget_bytes(40 * GIB, free, weight))
         free -= budgets[-1]
     assert free > 0
     assert min(budgets) > 15 * GIB
 
 
 def test_one_model_takes_most_of_its_gpu_and_no_more_than_is_free() -> None:
-    assert gpu_budget_bytes(80 * GIB, 64 * GIB, 16 * GIB, 1.0) == pytest.approx(0.9 * 64 * GIB, abs=1)
-    assert gpu_budget_bytes(80 * GIB, 10 * GIB, 16 * GIB, 1.0) == pytest.approx(0.9 * 10 * GIB, abs=1)
-    assert gpu_budget_bytes(80 * GIB, 60 * GIB, 50 * GIB, 0.5) == 0
+    assert gpu_budget_bytes(80 * GIB, 64 * GIB, 16 * GIB) == pytest.approx(56 * GIB, abs=1)
+    assert gpu_budget_bytes(80 * GIB, 64 * GIB, 18 * GIB, 2 * GIB) == pytest.approx(54 * GIB, abs=1)
+    assert gpu_budget_bytes(80 * GIB, 64 * GIB, 16 * GIB, utilization=0.5) == pytest.approx(24 * GIB, abs=1)
+    assert gpu_budget_bytes(80 * GIB, 10 * GIB, 18 * GIB, 2 * GIB) == pytest.approx(7 * GIB, abs=1)
+    assert gpu_budget_bytes(40 * GIB, 60 * GIB, 50 * GIB) == 0
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,8 @@ def test_too_little_memory_for_a_step_is_told_as_such(measures_step: bool, monke
 def test_a_model_spread_over_devices_takes_of_what_is_free_on_each() -> None:
     spread = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")])
     loaded = SimpleNamespace(device=torch.device("cuda"), model=spread)
-    assert _cache_room(loaded, "auto", 0.5) == (None, 0.45)
-    assert _cache_room(loaded, 1 << 30, 0.5) == (1 << 30, 1.0)
-    assert _cache_room(loaded, 0.3, 0.5) == (None, 0.3)
+    options = BackendOptions(device_share=0.5)
+    assert _cache_room(loaded, options) == (None, 0.45)
+    assert _cache_room(loaded, replace(options, gpu_memory_utilization=0.6)) == (None, 0.3)
+    assert _cache_room(loaded, replace(options, kv_cache_memory=1 << 30)) == (1 << 30, 1.0)
+    assert _cache_room(loaded, replace(options, kv_cache_memory=0.3)) == (None, 0.3)
