@@ -52,9 +52,19 @@ def run(arguments: argparse.Namespace) -> int:
         if not (arguments.out / KUSTOMIZATION).exists():  # it may be the user's by now
             files[KUSTOMIZATION] = _yaml(kustomization(overlay, path))
     for name, text in files.items():
-        (arguments.out / name).write_text(text, encoding="utf-8")
+        _write(arguments.out / name, text)
         print(arguments.out / name)
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all: half a kustomization would pass for the user's own from then on."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def render(path: Path, overlay: Path | None = None) -> dict[str, str]:

@@ -7,6 +7,7 @@ SHA-256 of whole files; that of a large file is kept, so that a restart does not
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoint.weight_files import check_weight_files
-from specdec.core.errors import ModelLoadError
+from specdec.core.errors import ModelLoadError, ServiceUnavailableError
 from specdec.core.types import Adapter
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,12 @@ def _cached_folder(name: str, revision: str | None, token: str | None, file: str
 
 
 def _get(name: str, file: str, revision: str | None, token: str | None) -> Path | None:
-    """A file of a model on the hub, from its cache where that is current; None where the model has none."""
+    """A file of a model on the hub, from its cache where that is current; None where the model has none.
+
+    Raises:
+        ModelLoadError: The hub cannot be reached, or has no such model.
+        ServiceUnavailableError: The cache cannot be written: its disk is full, say.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -238,4 +244,6 @@ def _get(name: str, file: str, revision: str | None, token: str | None) -> Path 
         return None
     except Exception as error:  # a lost connection is the HTTP client's own kind of error
         reason = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise ServiceUnavailableError(f"{name} cannot be kept in the hub's cache here: {reason}") from error
         raise ModelLoadError(f"{name} cannot be found on the hub: {reason}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -197,17 +198,26 @@ async def test_an_adapter_that_is_gone_is_refused_and_nothing_is_lost(
     assert (await post("completions", model="sql", prompt="x"))[0] == 200
 
 
-async def test_a_hub_whose_connection_is_lost_is_a_refusal(
-    service: Service, post: Post, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fault", "status", "param", "words"),
+    [
+        (httpx2.ReadTimeout("The read operation timed out"), 400, "lora_path", "cannot be found on the hub: The read"),
+        (OSError(errno.ENOSPC, "No space left on device"), 503, None, "cannot be kept in the hub's cache here: [Errno"),
+    ],
+    ids=["connection lost", "disk full"],
+)
+async def test_an_adapter_that_cannot_be_got_is_refused_and_the_service_goes_on(
+    service: Service, post: Post, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int, param: str, words: str
 ) -> None:
-    def lose(*_: object, **__: object) -> str:
-        raise httpx2.ReadTimeout("The read operation timed out")
+    def fail(*_: object, **__: object) -> str:
+        raise fault
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lose)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
     monkeypatch.setattr(service.adapters, "_args", AppArgs.model_validate({"lora": {"hub": True}}))
-    status, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
-    assert (status, error["param"]) == (400, "lora_path")
-    assert "some/adapter cannot be found on the hub" in error["message"]
+    told, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
+    assert (told, error["param"]) == (status, param)
+    assert f"some/adapter {words}" in error["message"]
+    assert (await post("completions", model="sql", prompt="x"))[0] == 200
 
 
 def has_size(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
