@@ -1,9 +1,9 @@
-"""Deaths under seeded streams on a Ray cluster of several nodes on this machine: of the GCS, the head, a node.
+"""Deaths under seeded streams on a Ray cluster of several nodes on this machine: of the GCS, the head, a node; a pause.
 
-``python -m tests.integration.cluster_deaths gcs restart head node`` prints a row for each as JSON, with its times; the
-suite asserts its counts and where replicas run. A node that died is not replaced: its death comes last. It runs as a
-process of its own, as Ray reads its environment when it is imported. ``restart`` is the death of every ingress and
-router, with no streams: where do the next ones run?
+``python -m tests.integration.cluster_deaths gcs restart head pause node`` prints a row for each as JSON, with its
+times; the suite asserts its counts and where replicas run. A node that died is not replaced: its death comes last. It
+runs as a process of its own, as Ray reads its environment when it is imported. ``restart`` is the death of every
+ingress and router, with no streams: where do the next ones run? In a ``pause`` all processes of a node stand still.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from tests.integration.nodes import (
 )
 from tests.integration.running import eventually
 
-EVENTS = ("gcs", "restart", "head", "node")
+EVENTS = ("gcs", "restart", "head", "pause", "node")
 APPLICATION, MODEL = "specdec", "specdec-demo"
 DOWN_S = 3.0
 """How long the GCS or the head stays dead."""
+PAUSE_S = 12.0
+"""How long a node stands still: longer than leases last, shorter than until its replicas are replaced."""
 TIMEOUT_S = 120.0
 
 _ON_FRONT = {"label_selector": {ROLE: "front"}}
@@ -119,6 +121,12 @@ def head_dies(running: Service) -> dict[str, float]:
     return {"unserved_s": unserved_s, "recovered_s": recovered_s, "head_unserved_s": time.monotonic() - started_s}
 
 
+def node_pauses(running: Service) -> dict[str, float]:
+    """Every process of a node with a target and a draft stands still for a while, and goes on with old leases."""
+    running.cluster.pause(running.models[0], PAUSE_S)
+    return {"unserved_s": until_served(running.url)}
+
+
 def node_dies(running: Service) -> dict[str, float]:
     """End a node with a target and a draft; nothing takes its place."""
     running.cluster.kill(running.models.pop())
@@ -130,7 +138,7 @@ def until_served(url: str) -> float:
     return eventually(lambda: is_served(url, MODEL), TIMEOUT_S, f"a new request is answered at {url}")
 
 
-DEATHS = {"gcs": gcs_dies, "head": head_dies, "node": node_dies}
+DEATHS = {"gcs": gcs_dies, "head": head_dies, "pause": node_pauses, "node": node_dies}
 
 
 def under(event: str, running: Service, streams: Streams, undisturbed: Sequence[Stream]) -> dict[str, Any]:

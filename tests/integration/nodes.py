@@ -9,9 +9,11 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -121,13 +123,25 @@ class LocalCluster:
 
     def kill(self, node: Any) -> None:
         """End every process of a node at once, as a power cut would."""
+        self.signal(node, signal.SIGKILL)
+        self.ray.remove_node(node, allow_graceful=False)
+
+    def pause(self, node: Any, for_s: float) -> None:
+        """Stop every process of a node, and let all go on, as a machine that is moved or put to sleep."""
+        self.signal(node, signal.SIGSTOP)
+        try:
+            time.sleep(for_s)
+        finally:
+            self.signal(node, signal.SIGCONT)
+
+    def signal(self, node: Any, signum: signal.Signals) -> None:
+        """Send a signal to every process of a node."""
         for info in [info for infos in node.all_processes.values() for info in infos]:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(info.process.pid)
                 for one in [process, *process.children(recursive=True)]:
                     with suppress(psutil.NoSuchProcess):
-                        one.kill()
-        self.ray.remove_node(node, allow_graceful=False)
+                        one.send_signal(signum)
 
     def kill_head(self) -> None:
         """End all of the head. Nobody can be a driver there: this process is none from now on."""

@@ -1,4 +1,4 @@
-"""The GCS, the head and a node die under seeded streams: none breaks or changes; replicas stay where they belong."""
+"""The GCS, the head and a node die, and a node stands still: no stream breaks or changes; replicas stay in place."""
 
 from __future__ import annotations
 
