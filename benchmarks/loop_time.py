@@ -128,13 +128,15 @@ class TellingTarget(ScriptedTarget):
     def _verify(self, job: VerifyJob) -> Verification:
         found, num_top = super()._verify(job), job.spec.sampling.logprobs
         if num_top:
-            told = TokenLogprobs(-1.5, 3, tuple((i, -0.1 * i) for i in range(num_top)))
-            found = replace(found, logprobs=(told,) * len(found.run))
+            entry = TokenLogprobs(-1.5, 3, tuple((i, -0.1 * i) for i in range(num_top)))
+            found = replace(found, logprobs=(entry,) * len(found.run))
         num_top = job.spec.sampling.prompt_logprobs
         if num_top is None or len(job.log) > job.spec.output_start:
             return found
-        told = (TokenLogprobs(-1.5, 3, tuple((i, -0.1 * i) for i in range(num_top))) for _ in range(len(job.log) - 1))
-        return replace(found, prompt_logprobs=(None, *told))
+        entries = (
+            TokenLogprobs(-1.5, 3, tuple((i, -0.1 * i) for i in range(num_top))) for _ in range(len(job.log) - 1)
+        )
+        return replace(found, prompt_logprobs=(None, *entries))
 
 
 class Answer(NamedTuple):
@@ -283,7 +285,7 @@ async def tokenize(scene: Scene) -> str:
 
 
 async def chunked(scene: Scene) -> str:
-    """16 bodies whose length nobody has told, and which are slow; then a request as any other."""
+    """16 bodies without a declared length, and which are slow; then a request as any other."""
     may_end = asyncio.Event()
     body = [b'{"model": "demo", "prompt": "x", ', may_end, b'"max_tokens": 1}']
     slow = [scene.ask("POST", "/v1/completions", "a", body, None) for _ in range(16)]
@@ -319,10 +321,10 @@ SCENES: dict[str, Callable[[Scene], Awaitable[str | Awaitable[str]]]] = {
 }
 
 
-async def _said(answer: Answer, told: Callable[[Any], str]) -> str:
+async def _said(answer: Answer, summary: Callable[[Any], str]) -> str:
     if answer.status != 200:
         return f"{answer.status}: {b''.join(answer.content).decode()}"
-    return told(await answer.json())
+    return summary(await answer.json())
 
 
 def _limits() -> Limits:
@@ -346,8 +348,10 @@ async def play(name: str, patch: pytest.MonkeyPatch) -> str:
     await scene.get("/v1/models")
     with LoopTimes() as times:
         await asyncio.sleep(0)  # what runs now is not timed
-        told = await SCENES[name](scene)
-    came_of_it = told if isinstance(told, str) else await told  # the answer is read when nothing is timed any more
+        result = await SCENES[name](scene)
+    came_of_it = (
+        result if isinstance(result, str) else await result
+    )  # the answer is read when nothing is timed any more
     with suppress(TimeoutError):
         await line.close()
     spent = f"{1e3 * times.longest_s:.1f}", times.num_long, f"{1e3 * times.collecting_s:.1f}"

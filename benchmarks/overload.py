@@ -205,10 +205,10 @@ def table(loads: dict[str, Sequence[Load]]) -> str:
     ]
     for name, runs in loads.items():
         refusals = sum((load.refusals for load in runs), Counter[int]())
-        told = ", ".join(f"{count} x {status}" for status, count in sorted(refusals.items())) or "none"
+        refused = ", ".join(f"{count} x {status}" for status, count in sorted(refusals.items())) or "none"
         healthy = f"{sum(load.num_healthy for load in runs)} of {sum(load.num_polls for load in runs)}"
         share = goodput[name] / max(max(goodput.values()), 1e-9)
-        cells = [name, f"{goodput[name]:.0f}", f"{share:.2f}", sum(load.num_whole for load in runs), told]
+        cells = [name, f"{goodput[name]:.0f}", f"{share:.2f}", sum(load.num_whole for load in runs), refused]
         cells += [max(load.most_running for load in runs), healthy]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

@@ -161,7 +161,7 @@ class DraftServer(_Worker):
             applications=applications,
         )
         self._measure("draft", machine, steps)
-        # Those of each application are told of its own targets alone.
+        # Those of each application know its own targets alone.
         self._routers = [
             ReplicaPoll(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications or ("",)
         ]

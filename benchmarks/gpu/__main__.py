@@ -31,7 +31,7 @@ SECTIONS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run sections; gives the exit code: 0 also where there is no GPU, with a line that says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="which, separated by commas: " + told())
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="which, separated by commas: " + sections_help())
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, after each section")
     options = parser.parse_args(arguments)
     names = options.sections.split(",")
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if report.failures else 0
 
 
-def told() -> str:
+def sections_help() -> str:
     """The sections for the help."""
     return "; ".join(f"{name} ({about})" for name, about in SECTIONS.items())
 

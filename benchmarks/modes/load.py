@@ -93,10 +93,10 @@ async def scrape(client: httpx.AsyncClient) -> Figures:
 async def service_stand_ins(url: str) -> tuple[str, ...]:
     """What a running service's metrics tell of emulated devices and scripted tokens, for the head of a table."""
     async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
-        return told_stand_ins(await scrape(client))
+        return reported_stand_ins(await scrape(client))
 
 
-def told_stand_ins(figures: Figures) -> tuple[str, ...]:
+def reported_stand_ins(figures: Figures) -> tuple[str, ...]:
     """The same from figures."""
     emulated = [device for device, found in figures.items() if found.get("num_emulated_steps")]
     scripted = any(found.get("is_scripted") for found in figures.values())

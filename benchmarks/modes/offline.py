@@ -77,9 +77,9 @@ class Pair:
 
     def _emulated(self) -> dict[tuple[str, str], float]:
         """What the backends tell of emulated steps, by device and figure."""
-        told = {"target": self.target.metrics(), "draft": {} if self.drafter is None else self.drafter.metrics()}
+        metrics = {"target": self.target.metrics(), "draft": {} if self.drafter is None else self.drafter.metrics()}
         names = ("num_emulated_steps", "num_overruns")
-        return {(device, name): of.get(f"backend/{name}", 0.0) for device, of in told.items() for name in names}
+        return {(device, name): of.get(f"backend/{name}", 0.0) for device, of in metrics.items() for name in names}
 
 
 def load_pair(

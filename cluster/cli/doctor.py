@@ -1,6 +1,6 @@
 """``specdec doctor``: what there is, whether the pair fits together, and what memory it takes.
 
-Whether a pair can be served here: loaded, checked and planned as the service would do it, told as data.
+Whether a pair can be served here: loaded, checked and planned as the service would do it; the findings are data.
 
 What this machine is: versions, devices, memory. Plain data.
 """
@@ -232,7 +232,7 @@ def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, a
     except SpecdecError as error:
         findings.problems.append(str(error))
     else:
-        findings.pair = asdict(replace(pair, translation=None))
+        findings.pair = asdict(replace(pair, mapping=None))
 
 
 def _findings(

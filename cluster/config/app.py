@@ -72,7 +72,7 @@ class Tracing(StrictModel):
     def variables(self) -> dict[str, str]:
         """What Serve and OpenTelemetry read from the environment of every process; nothing where nothing is traced.
 
-        Serve's ``tracing_config`` says the same, but its proxies are not told of that (2.60), and without their spans
+        Serve's ``tracing_config`` says the same, but its proxies do not get that (2.60), and without their spans
         it does not see a client's ``traceparent``.
         """
         if self.exporter is None:
@@ -332,7 +332,7 @@ class AppArgs(StrictModel):
         120.0,
         ge=0,
         le=86400,
-        description="how long running requests may go on when the service or a replica is told to stop; new requests "
+        description="how long running requests may go on when the service or a replica has to stop; new requests "
         "are refused meanwhile",
     )
     affinity_slack: int = Field(
@@ -519,7 +519,7 @@ class ServiceConfig(AppArgs):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     update_timeout_s: float = Field(
-        900.0, gt=0, le=604800, description="an update that takes longer is told by /health as late; it goes on"
+        900.0, gt=0, le=604800, description="an update that takes longer is late in /health; it goes on"
     )
     separate_draft: bool = Field(
         False,

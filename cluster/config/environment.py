@@ -149,7 +149,7 @@ def api_keys(file: str | None, environment: Mapping[str, str] = os.environ) -> d
 
     Raises:
         InvalidParameterError: The file cannot be read, or has no key in it, or what is there are no keys with names; no
-            key is told.
+            key is shown.
     """
     keys: dict[str, str] = {}
     for where, entry in _key_entries(file, environment):

@@ -211,7 +211,7 @@ class Tls(StrictModel):
     ssl_keyfile: str | None = Field(None, min_length=1, description="file with the certificate's private key")
 
     def http_options(self) -> dict[str, str]:
-        """What Serve's proxies are told.
+        """The options of Serve's proxies.
 
         Raises:
             InvalidParameterError: One file is given without the other.

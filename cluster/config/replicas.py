@@ -12,8 +12,8 @@ from cluster.config.base import StrictModel, first_error, refused_key
 from cluster.config.names import AUTOSCALER
 
 MOST_REPLICAS = 1024
-_TOLD_S, _LOOK_BACK_S = 1.0, 5.0
-"""How often Serve is told of a replica's load, and of which time it takes the mean."""
+_METRICS_INTERVAL_S, _LOOK_BACK_S = 1.0, 5.0
+"""How often a replica reports its load to Serve, and over which time Serve takes the mean."""
 _HELP = f"a whole number, at least 1 and at most {MOST_REPLICAS}, or a range such as {{min: 1, max: 4}}"
 _SURGE = "surge: a new replica starts first, and the old one serves until it is ready; it needs room for both"
 _REPLACE = "replace: the old one stops first, and new requests wait until the new one is ready"
@@ -107,7 +107,7 @@ def scaling(count: int | ReplicaRange, part: str) -> dict[str, Any]:
         "max_replicas": count.max,
         "upscale_delay_s": count.upscale_delay_s,
         "downscale_delay_s": count.downscale_delay_s,
-        "metrics_interval_s": _TOLD_S,
+        "metrics_interval_s": _METRICS_INTERVAL_S,
         "look_back_period_s": _LOOK_BACK_S,
         "policy": policy,
     }

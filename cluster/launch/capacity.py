@@ -99,12 +99,12 @@ def check_memory(args: AppArgs, placement: Placement, nodes: Sequence[Node], gpu
         InvalidParameterError: It cannot fit; names the key to change.
         ModelLoadError: A model's files cannot be read.
     """
-    told: dict[str, Sequence[int]] = {}
+    known: dict[str, Sequence[int]] = {}
 
     def asked_once(nodes: Sequence[Node]) -> Sequence[Sequence[int]]:
-        new = [node for node in nodes if node.id not in told]
-        told.update(zip((node.id for node in new), gpu_bytes(new), strict=True))
-        return [told[node.id] for node in nodes]
+        new = [node for node in nodes if node.id not in known]
+        known.update(zip((node.id for node in new), gpu_bytes(new), strict=True))
+        return [known[node.id] for node in nodes]
 
     if args.target.engine != "vllm":
         _check("target", args, args.target, target_source(args), placement.target, nodes, asked_once)
@@ -120,8 +120,8 @@ def gpu_bytes() -> tuple[int, ...]:
         return ()
     asked = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
-        return tuple(int(line) * _MIB for line in told.split())
+        output = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+        return tuple(int(line) * _MIB for line in output.split())
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
 
@@ -141,7 +141,7 @@ def gpu_bytes_of(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
     }
     answered, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=3 * _TIMEOUT_S) if asked else ([], [])
 
-    def told(node: Node) -> tuple[int, ...]:
+    def bytes_of(node: Node) -> tuple[int, ...]:
         if node.id == here:
             return gpu_bytes()
         try:
@@ -149,7 +149,7 @@ def gpu_bytes_of(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
         except ray.exceptions.RayError:
             return ()
 
-    return [told(node) for node in nodes]
+    return [bytes_of(node) for node in nodes]
 
 
 def _check(

@@ -44,7 +44,7 @@ def drain_ingress(
     """Tell every replica of the ingress to refuse new requests, and wait for the requests that run.
 
     The replicas stay where they are and go on answering: a new request gets a 503 with ``Retry-After``. A replica that
-    starts meanwhile is told as well.
+    starts meanwhile gets this as well.
 
     Args:
         handle: Serve's handle of the ingress. Its replicas have a method ``drain_requests``, which says how
@@ -60,13 +60,13 @@ def drain_ingress(
 
 
 async def _drain(handle: Any, deadline_s: float, is_alive: Callable[[], bool], report: Callable[[int], None]) -> bool:
-    told = 0
+    reported = 0
     while is_alive():
         num_running = await _ask(handle)
         if num_running == 0:
             return True
-        if num_running is not None and num_running != told:
-            told = num_running
+        if num_running is not None and num_running != reported:
+            reported = num_running
             report(num_running)
         if time.monotonic() >= deadline_s:
             return False

@@ -76,7 +76,7 @@ def check_models(args: AppArgs, warn: Callable[[str], None]) -> None:
 
     Args:
         args: What is to be served, maybe by other machines.
-        warn: Is given a line where that cannot be told: no such folder here, or the hub does not say.
+        warn: Is given a line where that is unknown: no such folder here, or the hub does not say.
 
     Raises:
         InvalidParameterError: A folder is here and holds no model, or the hub says that there is no such model.

@@ -71,7 +71,7 @@ class Admission:
                 waiter.granted.set_exception(self._too_many())
         self._admit()
 
-    def enter(self, key: str, num_bytes: int) -> Ticket:
+    def enter(self, key: str, num_bytes: int) -> Reservation:
         """Count a request of whom nothing is known but its key and the size of its body.
 
         Raises:
@@ -87,7 +87,7 @@ class Admission:
         self.num_requests += 1
         self._add_bytes(key, num_bytes)
         self._entered[key] += 1
-        return Ticket(self, key, num_bytes)
+        return Reservation(self, key, num_bytes)
 
     async def _take(self, key: str, count: int) -> None:
         if count > self.limits.max_concurrent_requests:
@@ -209,7 +209,7 @@ class Admission:
         return ApiError(429, f"no more requests are taken now: {why}", "rate_limit_error", None, "overloaded", headers)
 
 
-class Ticket:
+class Reservation:
     """One request's part of the book, from its arrival until it leaves."""
 
     def __init__(self, admission: Admission, key: str, num_bytes: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.errors import ClientGoneError, api_error
 from deployments.http.generation import Generation, SampleDelta
 from deployments.http.job import Job
@@ -39,7 +39,7 @@ async def answer(api: Api, job: Job, writer: Writer, request: Request) -> Respon
 @asynccontextmanager
 async def _generating(api: Api, job: Job) -> AsyncIterator[Generation]:
     """A job's generation, from when it has its places and the first of its sequences has begun."""
-    await api.admit(job.arrival, job.model, len(job.sequences))
+    await api.admit(job.context, job.model, len(job.sequences))
     async with Generation(api, job) as generation:
         yield generation
 
@@ -113,10 +113,10 @@ class StreamedAnswer(Response):
         Errors before the headers are raised, and become an answer of their own; later ones become an event.
         """
         limits = self._api.settings.limits
-        headers_by_s = self._job.arrival.clock_s + limits.stream_headers_after_s
+        headers_by_s = self._job.context.clock_s + limits.stream_headers_after_s
         work = asyncio.ensure_future(self._generate(send))
         try:
-            await asyncio.sleep(0)  # a refusal for want of room comes at once, and is told by its status
+            await asyncio.sleep(0)  # a refusal for want of room comes at once, and has a status of its own
             while not work.done():
                 due_s = self._sent_s + limits.stream_comment_every_s if self._has_begun else headers_by_s
                 rest_s = due_s - time.monotonic()
@@ -138,8 +138,8 @@ class StreamedAnswer(Response):
         except Exception as error:
             if not self._has_begun:
                 raise
-            told = api_error(error, self._api.settings.limits.retry_after_s, self._job.arrival.label)
-            await self._send(send, _encoded(self._writer.failed(told)))
+            failure = api_error(error, self._api.settings.limits.retry_after_s, self._job.context.label)
+            await self._send(send, _encoded(self._writer.failed(failure)))
         await self._send(send, b"", is_end=True)
 
     async def _events(self, send: Send, generation: Generation) -> None:
@@ -180,8 +180,8 @@ class StreamedAnswer(Response):
 
     def _is_news(self, delta: SampleDelta) -> bool:
         """Whether there is anything to send yet."""
-        told = delta.logprobs or delta.prompt_logprobs or delta.notes is not None
-        return bool(delta.text or delta.finish or told or self._job.body.return_token_ids)
+        extras = delta.logprobs or delta.prompt_logprobs or delta.notes is not None
+        return bool(delta.text or delta.finish or extras or self._job.body.return_token_ids)
 
     def _written(self, delta: SampleDelta, generation: Generation) -> bytes:
         return _encoded(self._writer.news(delta, generation, self._num_sent))

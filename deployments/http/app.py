@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from deployments.http.admission import Admission
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.errors import add_error_handlers
 from deployments.http.ignored import IgnoredFields
 from deployments.http.keys import ApiKeys, CheckKeys
-from deployments.http.middleware import Admit, Arrivals, BodyLimit, CatchErrors
+from deployments.http.middleware import Admit, BodyLimit, CatchErrors, TrackRequests
 from deployments.http.observer import Observer
 from deployments.http.routes import completions, pages, responses
 from deployments.http.service import ApiSettings, TokenService
@@ -45,7 +45,7 @@ def create_app(
         service: Generates the tokens.
         settings: What requests may ask for.
         tokenizer: The pair's, a fast one.
-        observer: Told what happens to requests; by default nobody listens.
+        observer: Counts what happens to requests; by default nobody listens.
         keys: Who may call; by default everybody.
         admission: The book of an application that this one takes the place of, whose requests go on counting.
         store: Keeps responses; by default nothing is kept.
@@ -84,7 +84,7 @@ def create_app(
                 *("x-specdec-ignored-fields", "x-specdec-warning"),
             ],
         )
-    app.add_middleware(Arrivals, settings=settings, observer=observer)
+    app.add_middleware(TrackRequests, settings=settings, observer=observer)
     for router in (completions.router, responses.router, pages.router, *((pages.ui_router,) if settings.ui else ())):
         app.include_router(router)
     return app

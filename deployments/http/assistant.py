@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.conversation import template_of, written_tool
 from deployments.http.schemas.chat import ChatBody, NamedChoice
 from deployments.http.schemas.common import GenerationBody

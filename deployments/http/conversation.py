@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.messages import Json
 from deployments.http.schemas.chat import ChatMessage, ConversationBody, ToolSpec
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError

@@ -86,7 +86,7 @@ class _ErrorResponse(JSONResponse):
 
 
 def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError:
-    """The answer to any exception; what we did not foresee is logged, and nothing of it is told."""
+    """The answer to any exception; what we did not foresee is logged, and not shown to the client."""
     match error:
         case ApiError():
             return error
@@ -118,7 +118,7 @@ def add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             return _no_such_route(request, error).response()
-        return api_error(error, retry_after_s, request.state.arrival.label).response()
+        return api_error(error, retry_after_s, request.state.context.label).response()
 
     async def nobody_listens(_request: Request, _error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
@@ -268,8 +268,8 @@ class Envelope:
         self._job = job
         self._format = format_
         self._head = {
-            "id": f"{format_.prefix}-{job.arrival.label}",
-            "created": int(job.arrival.wall_s),
+            "id": f"{format_.prefix}-{job.context.label}",
+            "created": int(job.context.wall_s),
             "system_fingerprint": job.fingerprint,
         }
         self._kinds = format_.kinds
@@ -357,7 +357,7 @@ def _ending(job: Job, delta: SampleDelta) -> Json:
 
 
 def _prompt_logprobs(job: Job, texts: TokenTexts, delta: SampleDelta) -> Json:
-    """What is told of a choice's prompt, where the choice begins and it was asked for."""
+    """What a choice says of its prompt, where the choice begins and it was asked for."""
     num_top, entries = job.body.prompt_logprobs, delta.prompt_logprobs
     if num_top is None or entries is None:
         return {}

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.job import Job
 from deployments.http.observer import Reason, SequenceObserver
 from deployments.http.service import SequenceRequest
@@ -43,7 +43,7 @@ class SampleDelta:
         index: Of the choice.
         text: New text.
         token_ids: New tokens, as billed.
-        logprobs: If asked for, the tokens that begin within the text up to here, and have not been told of before: a
+        logprobs: If asked for, the tokens that begin within the text up to here, and were not reported before: a
             token that may yet complete a stop string waits, and one that has is left out.
         finish: Why the choice ended, if it did.
         stop_reason: The stop string or the stop token id that ended it, if one did.
@@ -119,7 +119,7 @@ class Generation:
             admissions.append(admitted)
             self._tasks.append(asyncio.create_task(self._run(index, request, admitted)))
         try:
-            async with self.job.arrival.waiting(to_begin=True):
+            async with self.job.context.waiting(to_begin=True):
                 begun, _ = await asyncio.wait(admissions, return_when=asyncio.FIRST_COMPLETED)
             for admission in begun:
                 admission.result()
@@ -128,8 +128,8 @@ class Generation:
             raise
         self._has_begun = True
         for prompt in self.job.prompts:
-            self._api.observer.prompt_tokens(self.job.model.label, self.job.arrival.account.key, len(prompt))
-            self.job.arrival.account.num_prompt_tokens += len(prompt)
+            self._api.observer.prompt_tokens(self.job.model.label, self.job.context.stats.key, len(prompt))
+            self.job.context.stats.num_prompt_tokens += len(prompt)
         return self
 
     async def __aexit__(
@@ -144,7 +144,7 @@ class Generation:
         self._observers[index].delivered(num_tokens)
 
     def forget_prompts(self) -> None:
-        """Hold what was told of the prompts no longer: every choice has it."""
+        """Drop the log probabilities of the prompts: every choice has them."""
         self._prompts_read.clear()
 
     def __aiter__(self) -> Generation:
@@ -153,7 +153,7 @@ class Generation:
     async def __anext__(self) -> SampleDelta:
         if not self._num_open:
             raise StopAsyncIteration
-        async with self.job.arrival.waiting(to_begin=False):
+        async with self.job.context.waiting(to_begin=False):
             item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
@@ -171,8 +171,8 @@ class Generation:
 
     async def _run(self, index: int, request: SequenceRequest, admitted: asyncio.Future[None]) -> None:
         """Generate one sequence to its end; errors go to whoever waits."""
-        age_s = time.monotonic() - self.job.arrival.clock_s + self.job.arrival.waited_s
-        observer = self._api.observer.opened(self.job.model.label, self.job.arrival.account.key, age_s)
+        age_s = time.monotonic() - self.job.context.clock_s + self.job.context.waited_s
+        observer = self._api.observer.opened(self.job.model.label, self.job.context.stats.key, age_s)
         self._observers[index] = observer
         reason: Reason = "abort"
         try:
@@ -190,10 +190,10 @@ class Generation:
 
     def _note(self, index: int, reason: Reason) -> None:
         """Add a sequence that has ended to what is known of its request."""
-        account, tally = self.job.arrival.account, self.tallies[index]
-        account.num_draft_tokens += tally.num_draft_tokens
-        account.num_accepted_tokens += tally.num_accepted_tokens
-        account.finish[reason] = None
+        stats, tally = self.job.context.stats, self.tallies[index]
+        stats.num_draft_tokens += tally.num_draft_tokens
+        stats.num_accepted_tokens += tally.num_accepted_tokens
+        stats.finish[reason] = None
 
     async def _pump(
         self, index: int, request: SequenceRequest, admitted: asyncio.Future[None], observer: SequenceObserver
@@ -213,14 +213,14 @@ class Generation:
         )
         unshown: deque[ShownToken] = deque()
         tells_of_prompt = self.job.body.num_prompt_logprobs is not None
-        account = self.job.arrival.account
+        stats = self.job.context.stats
         async with aclosing(self._api.service.open(request)) as deltas:
             async for delta in deltas:
                 if not admitted.done():
                     observer.admitted()
                     admitted.set_result(None)
-                if delta.tokens and account.first_token_s is None:
-                    account.first_token_s = time.monotonic()
+                if delta.tokens and stats.first_token_s is None:
+                    stats.first_token_s = time.monotonic()
                 if not delta.tokens and delta.finish is None:
                     continue
                 if index % self.job.num_samples == 0:
@@ -254,7 +254,7 @@ class Generation:
         self.tallies[index].plan = delta.plan or self.tallies[index].plan
         if delta.tokens:
             observer.tokens(num_billed, len(delta.tokens) - num_billed, rounds)
-            self.job.arrival.account.num_completion_tokens += num_billed
+            self.job.context.stats.num_completion_tokens += num_billed
         return SampleDelta(
             index,
             text.text,
@@ -272,11 +272,11 @@ class Generation:
         return SampleDelta(index, "", (), None if delta.notes.logprobs is None else (), "length")
 
     async def _prompt_read(self, index: int, notes: Notes) -> PromptLogprobs:
-        """What is told of a choice's prompt; it comes with the first tokens of the prompt's first sample."""
+        """The log probabilities of a choice's prompt; they come with the first tokens of the prompt's first sample."""
         prompt, sample = divmod(index, self.job.num_samples)
         if sample == 0:
             if notes.prompt_logprobs is None:
                 raise RuntimeError("the service left out the log probabilities of a prompt")
-            told = notes.prompt_logprobs
-            self._prompts_read[prompt].set_result(await self._api.write(len(told), told.unpack))
+            logprobs = notes.prompt_logprobs
+            self._prompts_read[prompt].set_result(await self._api.write(len(logprobs), logprobs.unpack))
         return await self._prompts_read[prompt]

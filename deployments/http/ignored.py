@@ -28,7 +28,7 @@ class IgnoredFields:
 
     Args:
         unknown: What becomes of fields that nobody knows: ``ignore`` or ``refuse``.
-        observer: Told of every ignored field.
+        observer: Counts every ignored field.
     """
 
     def __init__(self, unknown: UnknownFields, observer: Observer) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deployments.http.arrival import Arrival
+from deployments.http.api import Api
 from deployments.http.assistant import Assistant, checked_grammar
-from deployments.http.context import Api
 from deployments.http.conversation import conversation_tokens
+from deployments.http.request_context import RequestContext
 from deployments.http.sampling import (
     check_prompt_logprobs,
     output_limit,
@@ -121,7 +121,7 @@ class Job:
 
     body: GenerationBody
     model: ServedModel
-    arrival: Arrival
+    context: RequestContext
     prompts: tuple[Tokens, ...]
     sequences: tuple[SequenceRequest, ...]
     num_samples: int
@@ -140,43 +140,43 @@ class Job:
         return sum(map(len, self.prompts))
 
 
-async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Job:
+async def completion_job(api: Api, body: CompletionBody, context: RequestContext) -> Job:
     """Check and tokenize a completion request.
 
     Raises:
         ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
     """
-    arrival.account.request_id = body.request_id or ""
+    context.stats.request_id = body.request_id or ""
     model = api.model(body.model)
     _check_count(api, body, len(body.prompt))
     for prompt in body.prompt if body.truncate_prompt_tokens is None else ():
         if not isinstance(prompt, str):  # too long is seen at once, without a look at each of a million ids
             output_limit(body, model, len(prompt), _DEFAULT_COMPLETION_TOKENS)
-    arrival.account.model = model.name
+    context.stats.model = model.name
     prompts = await api.encode(sum(map(len, body.prompt)), lambda: _encode_prompts(api, body, model))
-    async with arrival.waiting(to_begin=True):
+    async with context.waiting(to_begin=True):
         grammar = await checked_grammar(api, body)
-    job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS, grammar)
+    job = _job(api, body, context, model, prompts, _DEFAULT_COMPLETION_TOKENS, grammar)
     return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
 
 
-async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
+async def chat_job(api: Api, body: ChatBody, context: RequestContext) -> Job:
     """Check and tokenize a chat request.
 
     Raises:
         ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
     """
-    arrival.account.request_id = body.request_id or ""
+    context.stats.request_id = body.request_id or ""
     model = api.model(body.model)
     _check_count(api, body, 1)
     body.check_tools()
-    arrival.account.model = model.name
+    context.stats.model = model.name
     prompt = _truncated(body, tuple(await conversation_tokens(api, body.messages, body)), model)
     assistant = Assistant(api, body, prompt)
-    async with arrival.waiting(to_begin=True):
+    async with context.waiting(to_begin=True):
         grammar = await assistant.grammar()
     prediction = await predicted_tokens(api, body, model)
-    job = _job(api, body, arrival, model, [prompt], model.defaults.max_tokens, grammar, prediction)
+    job = _job(api, body, context, model, [prompt], model.defaults.max_tokens, grammar, prediction)
     reading, has_prediction = assistant.reading(), body.prediction is not None
     return replace(
         job,
@@ -240,7 +240,7 @@ def _check_spaces(api: Api, body: GenerationBody) -> None:
 def _job(
     api: Api,
     body: GenerationBody,
-    arrival: Arrival,
+    context: RequestContext,
     model: ServedModel,
     prompts: Sequence[Tokens],
     default_tokens: int | None,
@@ -255,9 +255,9 @@ def _job(
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
     check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
-    if arrival.account.ticket is not None:
+    if context.stats.reservation is not None:
         lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        arrival.account.ticket.add_tokens(sum(lengths) * (body.n or 1))
+        context.stats.reservation.add_tokens(sum(lengths) * (body.n or 1))
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
     bound = speculation_bound(body, model)
     sequences: list[SequenceRequest] = []
@@ -271,13 +271,13 @@ def _job(
                 output_start=len(prompt),
                 max_tokens=limits[i],
                 eos_token_ids=model.eos_token_ids,
-                arrival_s=arrival.wall_s,
-                request_id=arrival.label,
-                trace=arrival.trace,
+                arrival_s=context.wall_s,
+                request_id=context.label,
+                trace=context.trace,
                 num_speculative_tokens=bound,
                 prediction=prediction,
                 wants_times=body.wants_speculation,
-                cache_salt=arrival.cache_salt(body.cache_salt) or "",
+                cache_salt=context.cache_salt(body.cache_salt) or "",
                 model=model.role,
                 adapter=model.adapter,
                 draft_adapter=model.draft_adapter,
@@ -287,7 +287,7 @@ def _job(
     return Job(
         body=body,
         model=model,
-        arrival=arrival,
+        context=context,
         prompts=tuple(prompts),
         sequences=tuple(sequences),
         num_samples=num_samples,

@@ -1,4 +1,4 @@
-"""API keys: several, each with a name, which is all that is ever told of one."""
+"""API keys: several, each with a name, which is all that is ever shown of one."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ class CheckKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] == "http" and not is_open(scope):
-            scope["state"]["arrival"].account.key = self._keys.check(Headers(scope=scope).get("authorization", ""))
+            scope["state"]["context"].stats.key = self._keys.check(Headers(scope=scope).get("authorization", ""))
         await self._app(scope, receive, send)

@@ -18,10 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.http.admission import Admission
-from deployments.http.arrival import Account, Arrival
 from deployments.http.errors import ApiError, api_error
 from deployments.http.keys import is_open
 from deployments.http.observer import Observer
+from deployments.http.request_context import RequestContext, RequestStats
 from deployments.http.service import ApiSettings
 from deployments.metrics.spans import RequestSpan
 from deployments.proxy import ARRIVED
@@ -42,7 +42,7 @@ _SERVES_HEAD_START_S = 0.5
 """So long before Serve's proxy would cut a request off, it is answered here."""
 
 
-class Arrivals:
+class TrackRequests:
     """Gives every request an id, the client's where it sends a usable one, and its deadlines; logs it at its end.
 
     The id is that of ``x-request-id``, and is sent back in it.
@@ -60,10 +60,10 @@ class Arrivals:
             return
         headers, tracer = Headers(scope=scope), self._settings.tracer
         is_work = scope["method"] == "POST" and not is_open(scope)
-        is_told = is_work or _STORED in scope["path"]
+        is_logged = is_work or _STORED in scope["path"]
         span = RequestSpan(tracer, headers) if tracer is not None and is_work else None
-        arrival = self._arrival(headers, "" if span is None else span.label)
-        scope.setdefault("state", {})["arrival"] = arrival
+        context = self._context(headers, "" if span is None else span.label)
+        scope.setdefault("state", {})["context"] = context
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -71,7 +71,7 @@ class Arrivals:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self._settings.send_request_id:
-                    MutableHeaders(scope=message)["x-request-id"] = arrival.request_id
+                    MutableHeaders(scope=message)["x-request-id"] = context.request_id
             await send(message)
 
         try:
@@ -79,21 +79,21 @@ class Arrivals:
         finally:
             route = getattr(scope.get("route"), "path", "none")  # of what was refused before it was looked for
             self._observer.answered(route, status, scope["state"].get("error_code", ""))
-            if is_told:
-                told = _log(arrival, scope["method"], quote(scope["path"]), status)
+            if is_logged:
+                fields = _log(context, scope["method"], quote(scope["path"]), status)
                 if span is not None:
-                    account = arrival.account
-                    phases = {"queue": arrival.clock_s, "prompt": account.admitted_s, "stream": account.first_token_s}
-                    span.end(phases, told)
+                    stats = context.stats
+                    phases = {"queue": context.clock_s, "prompt": stats.admitted_s, "stream": stats.first_token_s}
+                    span.end(phases, fields)
 
-    def _arrival(self, headers: Headers, trace: str) -> Arrival:
+    def _context(self, headers: Headers, trace: str) -> RequestContext:
         settings, now_s = self._settings, time.monotonic()
         given = headers.get("x-request-id", "")
         timeouts_s = [
             settings.limits.request_timeout_s or math.inf,
             _wanted_timeout_s(headers.get(_TIMEOUT_HEADER, "")),
         ]
-        return Arrival(
+        return RequestContext(
             request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
             clock_s=now_s,
             waited_s=_waited_s(headers.get(ARRIVED, "")),
@@ -135,24 +135,24 @@ def _wanted_timeout_s(header: str) -> float:
     return wanted_s - min(_SERVES_HEAD_START_S, wanted_s / 2)
 
 
-def _log(arrival: Arrival, method: str, path: str, status: int) -> dict[str, Any]:
+def _log(context: RequestContext, method: str, path: str, status: int) -> dict[str, Any]:
     """One line of a request, with figures as fields, which it returns: in JSON where the log is JSON."""
-    account, now_s = arrival.account, time.monotonic()
-    first_s = None if account.first_token_s is None else round(account.first_token_s - arrival.clock_s, 4)
+    stats, now_s = context.stats, time.monotonic()
+    first_s = None if stats.first_token_s is None else round(stats.first_token_s - context.clock_s, 4)
     fields = {
-        "request_id": arrival.label,
-        "key": account.key,
-        "model": account.model,
+        "request_id": context.label,
+        "key": stats.key,
+        "model": stats.model,
         "method": method,
         "path": path,
         "status": status,
-        "prompt_tokens": account.num_prompt_tokens,
-        "completion_tokens": account.num_completion_tokens,
+        "prompt_tokens": stats.num_prompt_tokens,
+        "completion_tokens": stats.num_completion_tokens,
         "time_to_first_token_s": first_s,
-        "duration_s": round(now_s - arrival.clock_s, 4),
-        "finish": ",".join(account.finish),
-        "draft_tokens": account.num_draft_tokens,
-        "accepted_tokens": account.num_accepted_tokens,
+        "duration_s": round(now_s - context.clock_s, 4),
+        "finish": ",".join(stats.finish),
+        "draft_tokens": stats.num_draft_tokens,
+        "accepted_tokens": stats.num_accepted_tokens,
     }
     logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()), extra={"request": fields})
     return fields
@@ -179,8 +179,8 @@ class CatchErrors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
-            arrival: Arrival = scope["state"]["arrival"]
-            await api_error(error, self._retry_after_s, arrival.label).response()(scope, receive, send)
+            context: RequestContext = scope["state"]["context"]
+            await api_error(error, self._retry_after_s, context.label).response()(scope, receive, send)
 
 
 class Admit:
@@ -195,13 +195,13 @@ class Admit:
         if scope["type"] != "http" or scope["method"] != "POST" or is_open(scope):
             await self._app(scope, receive, send)
             return
-        account = scope["state"]["arrival"].account
+        stats = scope["state"]["context"].stats
         declared = declared_bytes(scope)
-        account.ticket = self._admission.enter(account.key, declared or 0)
+        stats.reservation = self._admission.enter(stats.key, declared or 0)
         try:
             await self._app(scope, receive, send)
         finally:
-            account.ticket.leave()
+            stats.reservation.leave()
 
 
 def declared_bytes(scope: Scope) -> int | None:
@@ -229,11 +229,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival: Arrival = scope["state"]["arrival"]
-        until_s = min(arrival.clock_s + self._timeout_s, arrival.end_by_s)
+        context: RequestContext = scope["state"]["context"]
+        until_s = min(context.clock_s + self._timeout_s, context.end_by_s)
         declared = declared_bytes(scope)
         limited = _LimitedBody(
-            receive, send, self._max_body_bytes, until_s, arrival.account, is_declared=declared is not None
+            receive, send, self._max_body_bytes, until_s, context.stats, is_declared=declared is not None
         )
         if declared is not None and declared > self._max_body_bytes:
             error = ApiError(413, limited.message, code="request_too_large", headers=_CLOSE)
@@ -250,18 +250,18 @@ class _LimitedBody:
         send: Takes the answer's.
         max_bytes: Of the body.
         until_s: When all of it must have come, monotonic.
-        account: Is told how long it is.
+        stats: Its reservation counts how long the body is.
         is_declared: Whether the client has said how long it is, so that all of it is counted already.
     """
 
     def __init__(
-        self, receive: Receive, send: Send, max_bytes: int, until_s: float, account: Account, is_declared: bool
+        self, receive: Receive, send: Send, max_bytes: int, until_s: float, stats: RequestStats, is_declared: bool
     ) -> None:
         self._receive = receive
         self._send = send
         self._max_bytes = max_bytes
         self._until_s = until_s
-        self._account = account
+        self._stats = stats
         self._is_declared = is_declared
         self._num_bytes = 0
         self._is_read = False
@@ -286,8 +286,8 @@ class _LimitedBody:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         self._is_read = not message.get("more_body")
-        if self._account.ticket is not None and not self._is_refused and (self._is_read or not self._is_declared):
-            self._account.ticket.body_came(self._num_bytes)
+        if self._stats.reservation is not None and not self._is_refused and (self._is_read or not self._is_declared):
+            self._stats.reservation.body_came(self._num_bytes)
         return message
 
     async def send(self, message: Message) -> None:

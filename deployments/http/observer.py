@@ -187,7 +187,7 @@ class SequenceObserver:
         self._gauge.inc()
 
     def prompt_read(self, num_tokens: int, num_cached: int) -> None:
-        """Its first tokens are about to be told, so its prompt has been read; so many of it were found in the cache."""
+        """Its first tokens are about to be sent, so its prompt has been read; so many of it were found in the cache."""
         if self._came_s is None:
             self._metrics.num_prefix_queries.labels(self._model).inc(num_tokens)
             self._metrics.num_prefix_hits.labels(self._model).inc(num_cached)
@@ -232,7 +232,7 @@ class SequenceObserver:
             self._num_undelivered = 0
 
     def closed(self, reason: Reason) -> None:
-        """It has ended; told exactly once, admitted or not."""
+        """It has ended; called exactly once, admitted or not."""
         self._gauge.dec()
         self._metrics._waiting_since.pop(self, None)
         metrics, model, now_s = self._metrics, self._model, self._metrics.clock()

@@ -1,4 +1,4 @@
-"""From what a request says to what a sequence is told."""
+"""From the fields of a request to the parameters of its sequences."""
 
 from __future__ import annotations
 

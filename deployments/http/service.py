@@ -34,7 +34,7 @@ class ServedModel:
         eos_token_ids: Ids that end a sequence.
         defaults: What holds for requests that do not say.
         decision: Fingerprint of all that decides its tokens, where it is known.
-        root: Where it comes from, where that is told.
+        root: Where it comes from, where that is shown.
         parent: Of an adapter, the name of the model that it changes.
         adapter: With which the target answers, if it is one.
         draft_adapter: The draft model's adapter that goes with it, if there is one.
@@ -56,7 +56,7 @@ class ServedModel:
 
     @property
     def label(self) -> str:
-        """In metrics, where adapters are not told apart: they come and go."""
+        """In metrics, where adapters have no series of their own: they come and go."""
         return self.parent or self.name
 
     @property

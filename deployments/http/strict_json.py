@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from deployments.http.context import api_of
+from deployments.http.api import api_of
 from deployments.http.errors import INVALID, ApiError, dotted
 
 _QUICK_BYTES = 1 << 14

@@ -21,7 +21,7 @@ class RoundTally:
 
     Attributes:
         rounds: How often each kind of round came; only those that verified a draft.
-        plan: The newest that was told of.
+        plan: The newest that was reported.
         num_predicted: Draft tokens of the request's prediction that were kept.
         num_mispredicted: Those that were verified and not kept.
     """
@@ -75,8 +75,8 @@ def answer_metrics(tallies: Sequence[RoundTally], num_spec_tokens: int, detail: 
     if detail in (None, "none"):
         return {}
     one = tallies[0] if len(tallies) == 1 else None
-    told = None if one is None else speculation_metrics(one, num_spec_tokens, detail == "detailed")
-    return {"metrics": {"speculative_decoding": told}}
+    metrics = None if one is None else speculation_metrics(one, num_spec_tokens, detail == "detailed")
+    return {"metrics": {"speculative_decoding": metrics}}
 
 
 def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool) -> dict[str, Any]:

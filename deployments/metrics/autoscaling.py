@@ -238,13 +238,13 @@ class Autoscaler:
         Args:
             context: Serve's ``AutoscalingContext``.
         """
-        told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+        reported: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         state = dict(context.policy_state or {})
-        figures = {name: told.get(name, {}) for name in asdict(Load())}
-        if not figures["sequences"]:  # those that start have told nothing yet
+        metrics = {name: reported.get(name, {}) for name in asdict(Load())}
+        if not metrics["sequences"]:  # those that start have reported nothing yet
             return context.target_num_replicas, state
         loads = [
-            Load(**{name: by_replica.get(replica, 0.0) for name, by_replica in figures.items()})
+            Load(**{name: by_replica.get(replica, 0.0) for name, by_replica in metrics.items()})
             for replica in context.running_replicas
         ]
         limit = state.get("limit", math.inf)

@@ -147,10 +147,10 @@ class RayExport:
     def __init__(self, kinds: Any = ray_metrics) -> None:
         self._kinds = kinds
         self._metrics: dict[str, Any] = {}
-        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._exported: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def hand_on(self, families: Iterable[Metric]) -> None:
-        """Hand on what has changed since the last call, and every gauge: one that is not told again is forgotten."""
+        """Hand on what has changed since the last call, and every gauge: one that is reported no more is forgotten."""
         for family in families:
             for sample in family.samples:
                 if sample.name.endswith("_created"):
@@ -162,7 +162,7 @@ class RayExport:
 
     def _count(self, name: str, family: Metric, labels: Mapping[str, str], value: float) -> None:
         key = name, tuple(sorted(labels.items()))
-        before = self._told.get(key)
+        before = self._exported.get(key)
         if before == value:
             return
         counter = self._metric("Counter", name, family, labels)
@@ -170,7 +170,7 @@ class RayExport:
             counter._record(0.0, dict(labels))  # ``inc`` takes no zero, and what begins at 0 has an increase later
         elif value > (before or 0.0):
             counter.inc(value - (before or 0.0), dict(labels))
-        self._told[key] = value
+        self._exported[key] = value
 
     def _metric(self, kind: str, name: str, family: Metric, labels: Mapping[str, str]) -> Any:
         metric = self._metrics.get(name)
@@ -192,7 +192,7 @@ class Measured(Endpoint):
         self._closers.append(metrics.close)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what its autoscaler is told of this replica, where the number of replicas is a range."""
+        """Serve's hook: what this replica reports to its autoscaler, where the number of replicas is a range."""
         return asdict(self._replica_metrics.load)
 
     async def metrics_page(self) -> ReplicaPage:

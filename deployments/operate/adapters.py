@@ -25,7 +25,7 @@ from cluster.config.app import AppArgs
 from cluster.config.models import LoraConfig
 from cluster.models.sources import draft_source, target_source
 from deployments.http.answers import while_connected
-from deployments.http.context import ApiOf, ArrivalOf
+from deployments.http.api import ApiOf, ContextOf
 from deployments.http.errors import ApiError
 from deployments.http.ignored import with_ignored
 from deployments.http.schemas.fields import Body
@@ -214,7 +214,7 @@ class LoadedAdapters:
         args: The service's configuration.
         base: The model that they change.
         store: Holds them, by name.
-        publish: Told of each change: a name, and what it means now; None where it means nothing any more.
+        publish: Called with each change: a name, and what it means now; None where it means nothing any more.
     """
 
     def __init__(
@@ -385,17 +385,17 @@ def add_adapter_routes(app: FastAPI, adapters: LoadedAdapters) -> None:
     router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 
     @router.post("/load_lora_adapter")
-    async def load_lora_adapter(body: LoadAdapterBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+    async def load_lora_adapter(body: LoadAdapterBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
         paths = f"lora_path={body.lora_path!r} draft_lora_path={body.draft_lora_path!r}"
-        api.check_admin(arrival, f"load_lora_adapter lora_name={body.lora_name!r} {paths}")
+        api.check_admin(context, f"load_lora_adapter lora_name={body.lora_name!r} {paths}")
         ignored = api.ignored.names(body)
         load = adapters.load(body.lora_name, body.lora_path, body.draft_lora_path, bool(body.load_inplace))
         await while_connected(request.receive, load)
         return with_ignored(PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is loaded."), ignored)
 
     @router.post("/unload_lora_adapter")
-    async def unload_lora_adapter(body: UnloadAdapterBody, api: ApiOf, arrival: ArrivalOf) -> Response:
-        api.check_admin(arrival, f"unload_lora_adapter lora_name={body.lora_name!r}")
+    async def unload_lora_adapter(body: UnloadAdapterBody, api: ApiOf, context: ContextOf) -> Response:
+        api.check_admin(context, f"unload_lora_adapter lora_name={body.lora_name!r}")
         ignored = api.ignored.names(body)
         if not await adapters.unload(body.lora_name):
             message = f"there is no adapter {body.lora_name!r} that was loaded"

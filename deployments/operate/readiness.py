@@ -82,9 +82,9 @@ class ReplicaPoll:
             self.answers = []
             return
         self._silence = ""
-        told = await asyncio.gather(*(self._answer_of(replica, by_s) for replica in found), return_exceptions=True)
-        failed = [answer for answer in told if isinstance(answer, BaseException)]
-        answers = [answer for answer in told if not isinstance(answer, BaseException)]
+        results = await asyncio.gather(*(self._answer_of(replica, by_s) for replica in found), return_exceptions=True)
+        failed = [answer for answer in results if isinstance(answer, BaseException)]
+        answers = [answer for answer in results if not isinstance(answer, BaseException)]
         self.num_failures += len(failed)
         for failure in failed:
             why = f"timed out after {PATIENCE_S:g} s" if isinstance(failure, TimeoutError) else repr(failure)

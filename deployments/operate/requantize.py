@@ -19,7 +19,7 @@ from cluster.config.files import merged
 from cluster.config.names import DEPLOYMENTS, DRAFT, LOCAL_APPLICATION
 from cluster.launch.local import load_builder
 from cluster.models.identity import fingerprints
-from deployments.http.context import ApiOf, ArrivalOf
+from deployments.http.api import ApiOf, ContextOf
 from deployments.http.errors import INVALID, ApiError
 from deployments.http.schemas.fields import Body
 from deployments.http.strict_json import StrictJsonRoute
@@ -49,13 +49,13 @@ def add_quantization_routes(app: FastAPI, args: AppArgs, *, is_local: bool = Fal
     one_by_one = asyncio.Lock()
 
     @router.get("/quantization")
-    async def quantization(api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
-        api.check_admin(arrival, "get quantization")
+    async def quantization(api: ApiOf, context: ContextOf) -> dict[str, Any]:
+        api.check_admin(context, "get quantization")
         return await asyncio.to_thread(described, args)
 
     @router.post("/quantization", status_code=202)
-    async def quantize(body: QuantizationBody, api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
-        api.check_admin(arrival, f"set quantization target={body.target} draft={body.draft}")
+    async def quantize(body: QuantizationBody, api: ApiOf, context: ContextOf) -> dict[str, Any]:
+        api.check_admin(context, f"set quantization target={body.target} draft={body.draft}")
         wanted = requantized(args, body.target, body.draft)
         async with one_by_one:
             is_deployed = await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)

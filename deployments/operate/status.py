@@ -59,7 +59,7 @@ class UpdateWatch:
         self._status = status
         self._asked_s = float("-inf")
         self._since_s = 0.0
-        self._told: Update | None = None
+        self._update: Update | None = None
 
     async def get(self) -> Update | None:
         """The update that is under way or has failed; None where there is none. While Serve is silent, what it said."""
@@ -68,12 +68,12 @@ class UpdateWatch:
             try:
                 found = await asyncio.wait_for(asyncio.to_thread(self._status), PATIENCE_S)
                 application = found.applications.get(self._application)
-                if self._told is None:  # Serve's own time is that of the first deployment
+                if self._update is None:  # Serve's own time is that of the first deployment
                     self._since_s = time.monotonic()
-                self._told = told(application, self._timeout_s, time.monotonic() - self._since_s)
+                self._update = described(application, self._timeout_s, time.monotonic() - self._since_s)
             except Exception as error:
                 logger.info("Serve's status cannot be had: %r", error)
-        return self._told
+        return self._update
 
 
 _STATES = ("under_way", "late", "failed")
@@ -86,7 +86,7 @@ def worst(updates: Iterable[Update | None]) -> Update | None:
     return max(found, key=lambda update: _STATES.index(update["status"]), default=None)
 
 
-def told(application: Any, timeout_s: float, age_s: float) -> Update | None:
+def described(application: Any, timeout_s: float, age_s: float) -> Update | None:
     """An update in words: whether it is ``under_way``, ``late`` or ``failed``, and what its deployments wait for.
 
     Args:
@@ -131,8 +131,8 @@ _OPTIONS: dict[str, Any] = {
 class StatusArgs(StrictModel):
     """Arguments of both builders."""
 
-    application: str = Field("specdec", min_length=1, description="name of the application that is told of")
-    update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is told as late")
+    application: str = Field("specdec", min_length=1, description="name of the application that is reported")
+    update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is late")
     draft_pool: str | None = Field(None, min_length=1, description="name of the application of its drafters, a pool")
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(

@@ -172,8 +172,8 @@ class RedisStore:
 
     async def assign(self, name: str, value: bytes | None) -> bool:
         """Let a name mean a value from now on, or nothing; returns whether it meant anything."""
-        told = [] if value is None else [value]
-        return bool(await self._answered(self._assign(args=[self._prefix, uuid.uuid4().hex, name, *told])))
+        values = [] if value is None else [value]
+        return bool(await self._answered(self._assign(args=[self._prefix, uuid.uuid4().hex, name, *values])))
 
     async def changes(self, since: Version, wait_s: float) -> Changes:
         """The names that have changed since a version, looked for once a second while there are none."""

@@ -105,7 +105,7 @@ class Discovery:
 
     async def _start(self) -> None:
         app_name, deployment = self._key
-        told = ""
+        logged = ""
         while self._handle is None:
             try:
                 # A copy with options has its request router already; a bare handle gets one with its first call.
@@ -113,9 +113,9 @@ class Discovery:
                     request_serialization="pickle", response_serialization="noop"
                 )
             except Exception as error:
-                if str(error) != told:  # once, not at each attempt: its application may come much later
+                if str(error) != logged:  # once, not at each attempt: its application may come much later
                     logger.info("No handle to the deployment %s of %s yet: %s", deployment, app_name, error)
-                told = str(error)
+                logged = str(error)
                 await asyncio.sleep(RETRY_S)
         process_board().subscribe(self._key, self._listed)
 

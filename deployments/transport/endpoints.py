@@ -40,7 +40,7 @@ from specdec.core.types import UNKNOWN, Fingerprints
 logger = logging.getLogger("ray.serve")
 
 
-class LinkKeeper:
+class PeerLinks:
     """Dials every replica that is listed, and again when its link is lost.
 
     A replica that is listed no more is dialled no more, but a link that is up stays until it ends by itself: the
@@ -48,11 +48,11 @@ class LinkKeeper:
 
     Args:
         dial: Opens a link and runs it to its end (``Dialer.dial``).
-        on_linked: Told when a link is up.
-        on_lost: Told when a link that was up has ended, once for each ``on_linked``; and when a peer of which
-            ``on_refused`` was told is listed no more.
+        on_linked: Called when a link is up.
+        on_lost: Called when a link that was up has ended, once for each ``on_linked``; and when a peer that was
+            refused is listed no more.
         times: Pauses between attempts.
-        on_refused: Told when a peer is found to be of another model.
+        on_refused: Called when a peer is found to be of another model.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class LinkKeeper:
             self._tasks.popitem()[1].cancel()
 
     async def _keep(self, peer: str) -> None:
-        backoff_s, told = self._times.first_backoff_s, ""
+        backoff_s, logged = self._times.first_backoff_s, ""
         while True:
             was_up, reason = await self._run(peer)
             if was_up:
                 logger.warning("The link to %s is lost: %s", peer, reason)
-            elif reason != told:  # once, not at each attempt
+            elif reason != logged:  # once, not at each attempt
                 logger.warning("No link to %s, which is dialled on: %s", peer, reason)
-            told = "" if was_up else reason
+            logged = "" if was_up else reason
             if peer not in self._listed:
                 self._tasks.pop(peer, None)
                 return
@@ -142,7 +142,7 @@ DEFAULT_TIMES = LinkTimes()
 
 @dataclass(frozen=True)
 class PeerGroup(Generic[M]):
-    """A deployment that this one has links with, and what its machine is told of them.
+    """A deployment that this one has links with, and what its machine does about them.
 
     Attributes:
         deployment: Name of the deployment.
@@ -195,15 +195,15 @@ class Endpoint:
         lost: PeerEvent,
         refused: PeerEvent | None = None,
         application: str | None = None,
-    ) -> LinkKeeper:
+    ) -> PeerLinks:
         """Keep a link to every live router of an application; None for the own one."""
         context = serve.get_replica_context()
-        watch = Discovery(routers, application or context.app_name, lambda listed: keeper.update(listed))
-        carrier = partial(dial_stream, watch)
-        dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carrier, self._times)
-        keeper = LinkKeeper(dialer.dial, joined, lost, self._times, refused)
-        self._closers += [watch.close, keeper.close]
-        return keeper
+        watch = Discovery(routers, application or context.app_name, lambda listed: links.update(listed))
+        open_channel = partial(dial_stream, watch)
+        dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, open_channel, self._times)
+        links = PeerLinks(dialer.dial, joined, lost, self._times, refused)
+        self._closers += [watch.close, links.close]
+        return links
 
     async def identity(self) -> Identity:
         """Where this replica runs, and what it can work with."""
@@ -302,14 +302,14 @@ class WorkerEndpoint(_DrainingEndpoint):
         host: WorkerHost[Any] = WorkerHost(machine, idle_wait_s=idle_wait_s, last_progress=last_progress)
         self._open(host, step_timeout_s, times, fingerprints)
         self._match = match
-        self._keepers = [
+        self._peer_links = [
             self._dial_routers(routers, match, host, _ignore, _ignore, application=application)
             for application in applications or (None,)
         ]
         return host
 
     def _has_clients(self) -> bool:
-        return any(keeper.linked for keeper in self._keepers)
+        return any(links.linked for links in self._peer_links)
 
 
 class RouterEndpoint(_DrainingEndpoint):
@@ -399,7 +399,7 @@ class RouterEndpoint(_DrainingEndpoint):
 class IngressEndpoint(Endpoint):
     """For a deployment that takes requests: call ``start_ingress`` at the end of ``__init__``."""
 
-    _routers: LinkKeeper
+    _routers: PeerLinks
 
     def start_ingress(
         self,
@@ -434,9 +434,9 @@ class IngressEndpoint(Endpoint):
             host.tell(lambda machine, now_s: routers.lost(machine, peer, now_s))
 
         def refused(peer: str) -> None:
-            told = routers.refused
-            if told is not None:
-                host.tell(lambda machine, now_s: told(machine, peer, now_s))
+            on_refused = routers.refused
+            if on_refused is not None:
+                host.tell(lambda machine, now_s: on_refused(machine, peer, now_s))
 
         self._routers = self._dial_routers(routers.deployment, routers.match, host, joined, lost, refused)
         self._router_deployment = routers.deployment

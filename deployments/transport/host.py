@@ -143,7 +143,7 @@ class Host(ABC, Generic[M]):
 
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
-        on_heartbeat: Told of peers from whom nothing but a sign of life has come.
+        on_heartbeat: Called with a peer from whom nothing but a sign of life has come.
         on_failed: Called once on the event loop with what the machine raised; nothing is done with it from then on.
     """
 
@@ -176,7 +176,7 @@ class Host(ABC, Generic[M]):
         """Have ``action(machine, now_s)`` done in the machine's turn, in order with the messages."""
 
     def unsendable(self, message: Any, reason: str) -> None:
-        """A message of the machine's is too long for any link: it is told so, and nothing else ends of it."""
+        """A message of the machine's is too long for any link: it learns that, and nothing else ends."""
         logger.warning("Not sent: %s", reason)
         self.tell(lambda machine, now_s: machine.unsendable(message, reason, now_s))
 

@@ -124,7 +124,7 @@ class Dialer:
         fingerprints: What its models are.
         match: Which fingerprint must be the callee's, too.
         host: Gets what the callees send.
-        carrier: Opens a channel to ``hello.callee`` and sends ``hello``; raises ``LinkError`` where that is impossible.
+        open_channel: Opens a channel to ``hello.callee`` and sends ``hello``, or raises ``LinkError``.
         times: How patient to be.
     """
 
@@ -135,7 +135,7 @@ class Dialer:
         fingerprints: Fingerprints,
         match: FingerprintKind,
         host: Host[Any],
-        carrier: Callable[[Hello], Awaitable[Channel]],
+        open_channel: Callable[[Hello], Awaitable[Channel]],
         times: LinkTimes,
     ) -> None:
         self._me = me
@@ -143,7 +143,7 @@ class Dialer:
         self._fingerprints = fingerprints
         self._match = match
         self._host = host
-        self._carrier = carrier
+        self._open_channel = open_channel
         self._times = times
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ class Dialer:
         channel = None
         try:
             async with asyncio.timeout(self._times.open_timeout_s):
-                channel = await self._carrier(hello)
+                channel = await self._open_channel(hello)
                 self._accept(decode(await channel.receive(), Greeting), peer)
         except BaseException as error:
             if channel is not None:
@@ -201,8 +201,8 @@ class Answerer:
         fingerprints: What its models are.
         host: Gets what the callers send.
         refusal: Why a call is refused; empty if it is not.
-        on_linked: Told, with the caller's Hello, when a link is up.
-        on_lost: Told when a link that was up has ended, once for each ``on_linked``.
+        on_linked: Called, with the caller's Hello, when a link is up.
+        on_lost: Called when a link that was up has ended, once for each ``on_linked``.
         times: How patient to be.
     """
 

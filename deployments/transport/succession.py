@@ -38,7 +38,7 @@ async def running_replicas(deployment: str) -> list[Identity] | None:
         handle: Any = serve.get_deployment_handle(deployment, app_name)
         asked = handle.broadcast("identity")
         answers = await asked.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
-    except DeploymentUnavailableError:  # also where a new handle has not been told of any replica yet
+    except DeploymentUnavailableError:  # also where a new handle does not know of any replica yet
         return None if await asyncio.to_thread(_has_running, deployment, app_name) else []
     except (RayError, TimeoutError):
         return None
@@ -71,14 +71,14 @@ class Succession:
         That is at once, unless replicas of its deployment run that are of another version: then when a replica of the
         deployment ``needs`` serves that it can work with, and ``is_linked``.
         """
-        told = False
+        is_logged = False
         while await self._has_predecessor():
             found = await self._ask(needs)
             if is_linked() and any(self._works_with(other) and other.is_serving for other in found or ()):
                 return
-            if not told:
+            if not is_logged:
                 logger.info("Another version serves: this replica waits until %s of its own version does.", needs)
-            told = True
+            is_logged = True
             await asyncio.sleep(POLL_S)
 
     async def hand_over(self, has_clients: Callable[[], bool]) -> None:

@@ -147,7 +147,7 @@ def frames(batch: Batch, on_unsendable: Callable[[Any, str], None]) -> Iterator[
 
     Args:
         batch: Messages.
-        on_unsendable: Told of a message that is too long for any link, with what is wrong; it is left out.
+        on_unsendable: Called with a message that is too long for any link, and with what is wrong; it is left out.
 
     Raises:
         LinkError: It holds what is not a message.
@@ -316,7 +316,7 @@ class LinkTimes:
 
 
 class LinkError(SpecdecError):
-    """A link ended, or could not be opened; the sender of a lost message is not told."""
+    """A link ended, or could not be opened; the sender of a lost message does not learn of it."""
 
 
 class LinkRefusedError(LinkError):

@@ -76,10 +76,10 @@ def _missing_parts() -> Iterator[Rule]:
         "See whether Prometheus has the targets of the PodMonitor, and whether the RayService's pods run.",
     )
     # An upgrade makes another Ray cluster of the same service, so that the cluster is no part of what is missed.
-    told = f"max {SERVICE_ANYWHERE}"
+    largest = f"max {SERVICE_ANYWHERE}"
     yield _alert(
         "SpecdecServiceMissing",
-        f"{told} (present_over_time(specdec_router_workers[1d])) unless {told} (specdec_router_workers)",
+        f"{largest} (present_over_time(specdec_router_workers[1d])) unless {largest} (specdec_router_workers)",
         "5m",
         "critical",
         "A service that had routers within the last day has none that reports",

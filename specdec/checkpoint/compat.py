@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.checkpoint.vocabulary import VocabularyMapping, translate
+from specdec.checkpoint.vocabulary import VocabularyMapping, map_vocabularies
 from specdec.core.errors import IncompatiblePairError, ModelLoadError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token")
@@ -42,7 +42,7 @@ class PairReport:
         num_shared_tokens: Tokens that mean the same to both.
         draft_max_model_len: Sequences longer than this are decoded without drafts.
         notes: What differs without harm, a sentence each.
-        translation: Between the two vocabularies, where the draft has another.
+        mapping: Between the two vocabularies, where the draft has another.
     """
 
     vocab_size: int
@@ -50,7 +50,7 @@ class PairReport:
     num_shared_tokens: int
     draft_max_model_len: int
     notes: tuple[str, ...] = ()
-    translation: VocabularyMapping | None = None
+    mapping: VocabularyMapping | None = None
 
 
 def tokenizer_width(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -81,7 +81,7 @@ def check_pair(
     *,
     other_vocabulary: bool = False,
 ) -> PairReport:
-    """Check that a draft's tokens mean the same to the target, or can be translated.
+    """Check that a draft's tokens mean the same to the target, or can be mapped.
 
     Args:
         target: The model whose output is served.
@@ -94,22 +94,22 @@ def check_pair(
         IncompatiblePairError: naming the first difference.
     """
     notes = _length_notes(target, draft)
-    translation = None
+    mapping = None
     try:
         _check_vocabulary(target_tokenizer.get_vocab(), draft_tokenizer.get_vocab())
         _check_special_tokens(target_tokenizer, draft_tokenizer)
     except IncompatiblePairError as error:
         if not other_vocabulary:
             raise IncompatiblePairError(f"{error}; see draft.other_vocabulary") from None
-        translation = translate(target_tokenizer, draft_tokenizer)
+        mapping = map_vocabularies(target_tokenizer, draft_tokenizer)
         notes.append(
-            f"the vocabularies differ: of the target's {translation.vocab_size} tokens the draft has "
-            f"{len(translation.shared)}, and only those are drafted"
+            f"the vocabularies differ: of the target's {mapping.vocab_size} tokens the draft has "
+            f"{len(mapping.shared)}, and only those are drafted"
         )
     vocab_size = draft_vocab_size = tokenizer_width(target_tokenizer)
     num_shared_tokens = len(target_tokenizer)
-    if translation is not None:
-        draft_vocab_size, num_shared_tokens = tokenizer_width(draft_tokenizer), len(translation.shared)
+    if mapping is not None:
+        draft_vocab_size, num_shared_tokens = tokenizer_width(draft_tokenizer), len(mapping.shared)
     for what, model, width in (("target", target, vocab_size), ("draft", draft, draft_vocab_size)):
         if model.vocab_size < width:
             raise IncompatiblePairError(
@@ -118,7 +118,7 @@ def check_pair(
         if model.vocab_size > width:
             notes.append(f"the {what}'s logits are padded from {width} to {model.vocab_size}; the padding is cut")
     draft_max_model_len = min(target.max_model_len, draft.max_model_len)
-    return PairReport(vocab_size, draft_vocab_size, num_shared_tokens, draft_max_model_len, tuple(notes), translation)
+    return PairReport(vocab_size, draft_vocab_size, num_shared_tokens, draft_max_model_len, tuple(notes), mapping)
 
 
 def _check_vocabulary(target: dict[str, int], draft: dict[str, int]) -> None:

@@ -44,7 +44,7 @@ class VocabularyMapping:
         return len(self.spelled)
 
 
-def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> VocabularyMapping:
+def map_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> VocabularyMapping:
     """Find what each token of a target is in a draft's vocabulary.
 
     Special tokens are the same where they read the same, or where both begin or end a text.

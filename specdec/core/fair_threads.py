@@ -98,7 +98,7 @@ class FairThreads:
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:
     try:
         result = work()
-    except BaseException as error:  # as in an executor's threads: it is told to whoever waits
+    except BaseException as error:  # as in an executor's threads: it goes to whoever waits
         future.set_exception(error)
     else:
         future.set_result(result)

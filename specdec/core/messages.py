@@ -39,7 +39,7 @@ class RoundTimes(NamedTuple):
 
     Attributes:
         target: The step that decided it.
-        draft: The drafter's steps for the sequence that the target has been told of since the round before.
+        draft: The drafter's steps for the sequence that were reported to the target since the round before.
     """
 
     target: Interval

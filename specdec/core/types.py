@@ -109,15 +109,15 @@ def _record(num_top: int) -> np.dtype[np.void]:
 
 def _packed(entries: PromptLogprobs, num_top: int) -> LogprobsPart:
     empty = TokenLogprobs(0.0, 0)
-    told = [empty if entry is None else entry for entry in entries]
-    records = np.zeros(len(told), _record(num_top))
-    records["logprob"] = [entry.logprob for entry in told]
-    records["rank"] = [entry.rank for entry in told]
-    pairs = list(chain.from_iterable(entry.top for entry in told))
-    is_told = np.arange(num_top) < np.array([len(entry.top) for entry in told])[:, None]
+    filled = [empty if entry is None else entry for entry in entries]
+    records = np.zeros(len(filled), _record(num_top))
+    records["logprob"] = [entry.logprob for entry in filled]
+    records["rank"] = [entry.rank for entry in filled]
+    pairs = list(chain.from_iterable(entry.top for entry in filled))
+    is_present = np.arange(num_top) < np.array([len(entry.top) for entry in filled])[:, None]
     records["top_ids"] = -1
-    records["top_ids"][is_told] = [token for token, _ in pairs]
-    records["top_logprobs"][is_told] = [logprob for _, logprob in pairs]
+    records["top_ids"][is_present] = [token for token, _ in pairs]
+    records["top_logprobs"][is_present] = [logprob for _, logprob in pairs]
     return LogprobsPart(records.tobytes())
 
 

@@ -27,13 +27,13 @@ class _Text:
         return _Text(TokenBuffer(self.tokens[:length]), self.in_draft[: self.ends[length]], self.ends[: length + 1])
 
 
-class Translator:
-    """Reads jobs to a draft model of another vocabulary; each token is translated once."""
+class VocabularyMapper:
+    """Maps jobs to the vocabulary of the draft model; each token is mapped once."""
 
-    def __init__(self, translation: VocabularyMapping) -> None:
-        self._translation = translation
-        self._shared = torch.from_numpy(translation.shared), torch.from_numpy(translation.shared_in_draft)
-        self._empty = _Text(TokenBuffer(), [*translation.beginning], [len(translation.beginning)])
+    def __init__(self, mapping: VocabularyMapping) -> None:
+        self._mapping = mapping
+        self._shared = torch.from_numpy(mapping.shared), torch.from_numpy(mapping.shared_in_draft)
+        self._empty = _Text(TokenBuffer(), [*mapping.beginning], [len(mapping.beginning)])
         self._texts: dict[str, _Text] = {}
 
     def logits(self, draft_logits: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class Translator:
         device = draft_logits.device
         if self._shared[0].device != device:
             self._shared = self._shared[0].to(device), self._shared[1].to(device)
-        logits = torch.full((len(draft_logits), self._translation.vocab_size), _NOT_SHARED, device=device)
+        logits = torch.full((len(draft_logits), self._mapping.vocab_size), _NOT_SHARED, device=device)
         shared, shared_in_draft = self._shared
         logits[:, shared] = draft_logits[:, shared_in_draft].float()
         return logits
 
-    def translated(self, job: DraftJob) -> DraftJob:
+    def mapped(self, job: DraftJob) -> DraftJob:
         """The same job in the draft's tokens, lengths too."""
         text = self._texts.get(job.key) or self._texts.get(job.fork_of or "") or self._empty
         kept = common_prefix_length(text.tokens.array, job.tokens)
@@ -57,7 +57,7 @@ class Translator:
         if kept < len(text.tokens) or text is not self._texts.get(job.key):
             text = self._texts[job.key] = text.first(kept)
         for token in new:
-            text.in_draft.extend(self._translation.spelled[token])
+            text.in_draft.extend(self._mapping.spelled[token])
             text.ends.append(len(text.in_draft))
         text.tokens.extend(new)
         agreed, num_committed = (text.ends[min(length, len(job.tokens))] for length in (job.agreed, job.num_committed))

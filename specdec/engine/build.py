@@ -15,7 +15,7 @@ from specdec.checkpoint.compat import check_width
 from specdec.core.errors import MemoryPlanError, ModelLoadError
 from specdec.core.types import Progress, Tokens
 from specdec.drafting.medusa import HeadDrafter, HeadsOptions, MedusaHeads, load_heads
-from specdec.drafting.vocabulary_mapping import Translator
+from specdec.drafting.vocabulary_mapping import VocabularyMapper
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget
@@ -149,9 +149,9 @@ def build_drafter(
         for note in pair.notes:
             progress(note)
     options = replace(options, vocab_size=pair.draft_vocab_size, heads=None)
-    if options.max_model_len is None and pair.translation is None:
+    if options.max_model_len is None and pair.mapping is None:
         options = replace(options, max_model_len=describe_model(target).max_model_len)
-    mapped = None if pair.translation is None else pair.vocab_size
+    mapped = None if pair.mapping is None else pair.vocab_size
     built = _build(source, options, None, progress, num_branches=NUM_BRANCH_SLOTS, mapped_vocab_size=mapped)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
@@ -160,16 +160,16 @@ def build_drafter(
         "max_num_batched_tokens": _max_num_batched_tokens(built.loaded, options),
     }
     standalone = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_seqs, **lengths)
-    translator = None
-    if pair.translation is not None:
-        translator = Translator(pair.translation)
+    mapper = None
+    if pair.mapping is not None:
+        mapper = VocabularyMapper(pair.mapping)
         sampler = make_sampler(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
     drafter = ModelDrafter(
         runner,
         sampler,
         states=states,
         max_num_seqs=options.max_num_seqs + NUM_BRANCH_SLOTS,
-        translator=translator,
+        mapper=mapper,
         mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
         num_step_tokens=options.num_step_tokens,
         **lengths,

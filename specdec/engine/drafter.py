@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.core.backends import DraftJob, Proposal, Status
 from specdec.core.tokens import TokenSequence, as_list, followed
 from specdec.drafting.ngram import point_masses
-from specdec.drafting.vocabulary_mapping import Translator
+from specdec.drafting.vocabulary_mapping import VocabularyMapper
 from specdec.engine.backend import ModelBackend
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
@@ -73,7 +73,7 @@ class ModelDrafter(ModelBackend):
         max_num_batched_tokens: Most tokens in a forward pass.
         max_num_seqs: Most chains and branches in a forward pass; by default as many as it may have tokens.
         states: Of the runner, where another backend uses it too; by default there is none.
-        translator: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
+        mapper: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
         mask_token_id: Of a model that was taught to give several tokens in one pass, as PARD does (An et al. 2025,
             "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation"): what stands in the place
             of each token but the first. None drafts a token a step.
@@ -89,7 +89,7 @@ class ModelDrafter(ModelBackend):
         max_num_batched_tokens: int,
         max_num_seqs: int | None = None,
         states: SequenceStates | None = None,
-        translator: Translator | None = None,
+        mapper: VocabularyMapper | None = None,
         mask_token_id: int | None = None,
         num_step_tokens: int = 1,
     ) -> None:
@@ -102,7 +102,7 @@ class ModelDrafter(ModelBackend):
             max_decode_tokens=_MAX_CATCH_UP_TOKENS,
             states=states,
         )
-        self._translator = translator
+        self._mapper = mapper
         self._mask = [] if mask_token_id is None else [mask_token_id]
         self._num_step_tokens = num_step_tokens if self._mask else 1
 
@@ -117,14 +117,14 @@ class ModelDrafter(ModelBackend):
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""
         self._states.rename(key, new_key)
-        if self._translator is not None:
-            self._translator.rename(key, new_key)
+        if self._mapper is not None:
+            self._mapper.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""
         self._states.release(key)
-        if self._translator is not None:
-            self._translator.release(key)
+        if self._mapper is not None:
+            self._mapper.release(key)
         self._runner.adapters.release(key)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
@@ -153,8 +153,8 @@ class ModelDrafter(ModelBackend):
                 if row.num_logits:
                     deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
             num_logits += row.num_logits
-        if self._translator is not None:
-            logits = self._translator.logits(logits)
+        if self._mapper is not None:
+            logits = self._mapper.logits(logits)
         self._draw(logits, deciding)
         for one in deciding:
             results[one.place] = one.proposal()
@@ -184,8 +184,8 @@ class ModelDrafter(ModelBackend):
         able: list[tuple[int, DraftJob]] = []
         requests: list[Request] = []
         for i, job in enumerate(jobs):
-            job = job if self._translator is None else self._translator.translated(job)
-            if self._translator is not None and len(job.tokens) > self._max_model_len:
+            job = job if self._mapper is None else self._mapper.mapped(job)
+            if self._mapper is not None and len(job.tokens) > self._max_model_len:
                 results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
             elif self._can_begin(job):
                 self._want(job)

@@ -1,4 +1,4 @@
-"""Backends whose steps are told of: one record a step, to whoever listens."""
+"""Backends that report their steps: one record a step, to each listener."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DraftRecord(StepRecord):
 
 
 StepListener = Callable[[StepRecord], None]
-"""Is told of each step as it ends, in the thread of the step: it must be quick, and copy what it wants of jobs."""
+"""Called with each step as it ends, in the thread of the step: it must be quick, and copy what it wants of jobs."""
 
 
 class _Rows:
@@ -95,11 +95,11 @@ class _Rows:
 
 
 class ObservedTarget:
-    """A target backend whose steps are told of.
+    """A target backend that reports its steps.
 
     Args:
         inner: Does the work.
-        listeners: Are told of each step, in their order.
+        listeners: Called with each step, in their order.
         clock_ns: Nanoseconds, of a clock that never goes back.
     """
 
@@ -121,7 +121,7 @@ class ObservedTarget:
         return self._inner.metrics()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        """The inner backend's step, told of."""
+        """The inner backend's step, reported."""
         start_ns = self._clock_ns()
         results = self._inner.verify(jobs)
         end_ns = self._clock_ns()
@@ -155,7 +155,7 @@ class ObservedTarget:
 
 
 class ObservedDrafter:
-    """A draft backend whose steps are told of; see :class:`ObservedTarget`."""
+    """A draft backend that reports its steps; see :class:`ObservedTarget`."""
 
     def __init__(
         self, inner: DraftBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
@@ -176,7 +176,7 @@ class ObservedDrafter:
         return self._inner.metrics()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """The inner backend's step, told of."""
+        """The inner backend's step, reported."""
         start_ns = self._clock_ns()
         results = self._inner.propose(jobs)
         end_ns = self._clock_ns()

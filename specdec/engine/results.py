@@ -174,7 +174,7 @@ class RunningSequence:
         assert self.finish_reason is not None
         sampling = self.spec.sampling
         entries = [entry for notes in self.notes for entry in notes.logprobs or ()]
-        told = [notes.prompt_logprobs.unpack() for notes in self.notes if notes.prompt_logprobs is not None]
+        prompt_logprobs = [notes.prompt_logprobs.unpack() for notes in self.notes if notes.prompt_logprobs is not None]
         return GenerationResult(
             "".join(self.text),
             tuple(self.token_ids),
@@ -182,7 +182,7 @@ class RunningSequence:
             self.stats,
             self.ended_s - started_s,
             None if sampling.logprobs is None else tuple(entries),
-            told[0] if told else None,
+            prompt_logprobs[0] if prompt_logprobs else None,
             self.error,
         )
 

@@ -148,7 +148,7 @@ def profile_target(backend: TargetBackend, listener: StepListener, limit_s: floa
 
     Args:
         backend: Holds no sequence yet.
-        listener: Is told of each step.
+        listener: Called with each step.
         limit_s: Seconds after which no larger size is begun.
     """
     observed = ObservedTarget(backend, [listener])

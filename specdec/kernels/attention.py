@@ -90,7 +90,7 @@ class AttentionContext:
         make_kernel: How keys are read.
         groups: By :func:`address` the pools of keys that are not the first group's, and their group.
         latent_layers: Indices of the layers that expand what they cache, which are of the first group.
-        progress: Is told of each layer whose attention is done.
+        progress: Called when a layer's attention is done.
     """
 
     def __init__(

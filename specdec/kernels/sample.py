@@ -1,4 +1,4 @@
-"""From a step's logits to its decisions on the device: what the kernels are told, and how their record is laid out.
+"""From a step's logits to its decisions on the device: what the kernels are given, and how their record is laid out.
 
 This module owns the arrays; the kernels are in :mod:`specdec.kernels.triton.sample`. What they compute is what
 ``specdec.sampling`` computes row by row, which stays their reference: edits in its order, truncation to the same

@@ -1,6 +1,6 @@
 """Models and tokenizers from the hub or a local folder, checked for what this package can serve exactly.
 
-What transformers tells developers is kept from users; how much is loaded, and that a device is full, is told to them.
+What transformers tells developers is kept from users; how much is loaded, and that a device is full, is shown to them.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def watched(
     known_bytes = sum(sizes.get(name, 0) for name, _ in items)
     total = sum(sizes.values()) if unknown else known_bytes
     share = (total - known_bytes) / unknown if unknown else 0.0
-    done, told_s = 0.0, clock()
+    done, reported_s = 0.0, clock()
     for item in items:
         yield item
         done += sizes.get(item[0], share)
-        if clock() >= told_s + EVERY_S:
-            told_s = clock()
+        if clock() >= reported_s + EVERY_S:
+            reported_s = clock()
             report(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
 

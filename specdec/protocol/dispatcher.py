@@ -16,7 +16,7 @@ from specdec.protocol.leases import Outbox, label, labels
 from specdec.protocol.sessions import Probation, RouterCounters, Session, WorkerLink
 
 BLOCK_TOKENS = 32
-"""Prefixes are told apart at each multiple of this. Workers' cache blocks may have another size."""
+"""Prefixes are distinguished at each multiple of this. Workers' cache blocks may have another size."""
 MOST_BLOCKS = 1 << 16
 """That many of a worker are remembered. Whether it still has them only it knows: a wrong guess costs time alone."""
 MOST_COMPARED = 1 << 10

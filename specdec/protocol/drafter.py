@@ -17,7 +17,7 @@ from specdec.core.errors import DeviceLostError
 from specdec.core.log import Extension
 from specdec.core.messages import Ack, Alive, Commit, Live, Message, Offer, Open
 from specdec.drafting.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_row import Branch, DraftSequence, Path
+from specdec.protocol.draft_sequence import Branch, DraftSequence, Path
 from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault

@@ -252,7 +252,7 @@ class IngressMachine:
         """Submit a request to the next router, or end it where none but those of another model stay (rule 14)."""
         model = request.spec.model
         if not self._able_routers(model) and any(model in refused for refused in self._routers.values()):
-            finish = request.ended()  # the end that the lost router had told may be lost, too
+            finish = request.ended()  # the end that the lost router had sent may be lost, too
             self._finish(request, finish or "error", "" if finish else MODEL_REPLACED)
             return
         if request.attempt > 0:

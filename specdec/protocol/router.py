@@ -282,11 +282,13 @@ class RouterMachine:
             if session.client_length < message.have <= len(session.log):
                 session.client_length = message.have
                 session.notes = session.notes.last(len(session.log) - message.have)
-            told = session.notes.prompt_logprobs
-            if told is not None and now_s < session.prompt_told_s + self._times.repeat_after_s(len(told)):
+            prompt_logprobs = session.notes.prompt_logprobs
+            if prompt_logprobs is not None and now_s < session.prompt_sent_s + self._times.repeat_after_s(
+                len(prompt_logprobs)
+            ):
                 return  # it is long, and on its way
-            session.prompt_told_s = now_s
-            self._tell(session, session.client_length)
+            session.prompt_sent_s = now_s
+            self._send_tokens(session, session.client_length)
 
     def _on_verdict(self, message: Verdict, now_s: float) -> None:
         session = self._sessions.get(message.seq)
@@ -304,7 +306,7 @@ class RouterMachine:
         new = message.notes.last(len(session.log) - before)
         session.notes = session.notes + new
         if new.prompt_logprobs is not None:
-            session.prompt_told_s = now_s
+            session.prompt_sent_s = now_s
         if session.span is not None:
             session.span.add(num_tokens=len(new.provenance))
         self.planning.decided(session.seq, new, now_s)
@@ -316,8 +318,8 @@ class RouterMachine:
         self._dispatcher.send(session.target, Ack(message.seq, message.inc, len(session.log)))
         if is_over and message.finish is not None:
             self._finish(session, message.finish, message.reason)
-        elif session.told_length < len(session.log):
-            self._tell(session, session.told_length)
+        elif session.sent_length < len(session.log):
+            self._send_tokens(session, session.sent_length)
 
     def _takes(self, session: Session, message: Verdict) -> bool:
         """Rule 2: append once, and check. False where another life of the target has decided under this inc."""
@@ -372,10 +374,10 @@ class RouterMachine:
         message = Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark())
         self._dispatcher.send(link, message)
 
-    def _tell(self, session: Session, base: int) -> None:
+    def _send_tokens(self, session: Session, base: int) -> None:
         """Tokens to the ingress, from ``base`` on; the end goes by itself, bound to a mark."""
         mark, attempt = session.log.mark(), session.inc.attempt
-        session.told_length = len(session.log)
+        session.sent_length = len(session.log)
         notes = session.notes.last(len(session.log) - base)
         if base < len(session.log) or session.finish is None:
             message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, mark, session.plan)
@@ -388,7 +390,7 @@ class RouterMachine:
         session.end(finish, reason)
         self.counters.num_sequence_errors += finish == "error"
         self.planning.closed(session.seq)
-        self._tell(session, session.told_length)
+        self._send_tokens(session, session.sent_length)
 
     def _end(self, session: Session | None) -> None:
         if session is not None:

@@ -167,8 +167,8 @@ class Session(Row):
 
     Attributes:
         client_length: Length that the ingress has acknowledged.
-        told_length: Length up to which it was sent.
-        prompt_told_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
+        sent_length: Length up to which it was sent.
+        prompt_sent_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
         reason: What went wrong, where it has finished with an error.
         suspects: The group that it is on probation with; None while it is not suspected.
         is_tried: Whether the worker has said that its group is about to take its step.
@@ -200,9 +200,9 @@ class Session(Row):
         self.spec = message.spec
         self.plan = plan
         self.log = TokenLog(message.prompt, message.output)
-        self.client_length = self.told_length = self.failed_length = len(self.log)
+        self.client_length = self.sent_length = self.failed_length = len(self.log)
         self.notes = Notes()
-        self.prompt_told_s = 0.0
+        self.prompt_sent_s = 0.0
         self.finish: Finish | None = None
         self.reason = ""
         self.suspects: SuspectGroup | None = None

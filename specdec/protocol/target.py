@@ -36,7 +36,7 @@ from specdec.core.messages import (
 from specdec.core.types import PackedLogprobs
 from specdec.drafting.ngram import NgramOptions, Reading, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
-from specdec.protocol.target_row import KeptOffer, TargetCounters, TargetSequence
+from specdec.protocol.target_sequence import KeptOffer, TargetCounters, TargetSequence
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
@@ -132,14 +132,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
     def _awaits_ack(self, rows: Sequence[TargetSequence], now_s: float) -> bool:
         """Whether everybody waits for a router to learn that these rows are about to be tried.
 
-        Before suspects of a router are tried it is told so, by verdicts without tokens, and has to acknowledge that: if
-        this process dies after it, it was with them alone. Nobody else has a step meanwhile, unless that takes long.
+        Before suspects are tried their router hears of it by verdicts without tokens, and acknowledges them: if this
+        process dies after it, it was with them alone. Nobody else has a step meanwhile, unless that takes long.
         """
         unknown = _unknown(rows)
         for row in unknown:
             row.announced_s = min(row.announced_s, now_s)
-            if now_s >= row.told_s + self._times.retry_interval_s:
-                self._tell(row, now_s)
+            if now_s >= row.sent_s + self._times.retry_interval_s:
+                self._send_verdict(row, now_s)
         return bool(unknown) and now_s < unknown[0].announced_s + self._times.retry_interval_s
 
     def _verify(self, rows: Sequence[TargetSequence], now_s: float) -> bool:
@@ -223,7 +223,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 num_cached_tokens=result.num_cached_tokens,
                 step_us=0 if self._last_interval is None else microseconds(self._last_interval()),
             )
-        self._tell(row, now_s)
+        self._send_verdict(row, now_s)
 
     def _round_times(self, row: TargetSequence, count: int) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
@@ -260,7 +260,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         logger.warning("The sequence %s ends with an error: %s", label(row), reason)
         self._backend.release(row.seq)
         self._groups.passed(row)
-        row.finish, row.reason, row.told_s = "error", reason, float("-inf")
+        row.finish, row.reason, row.sent_s = "error", reason, float("-inf")
 
     def unsendable(self, message: Message, reason: str, now_s: float) -> None:
         """A verdict is too long to be sent: its sequence ends with an error, and tells no log probabilities."""
@@ -304,12 +304,12 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
         for row in self._rows:
             unacknowledged = row.finish is not None or len(row.log) > row.acked
-            told = row.notes.prompt_logprobs
-            if unacknowledged and now_s >= row.told_s + self._times.repeat_after_s(0 if told is None else len(told)):
-                self._tell(row, now_s)
+            num_entries = 0 if row.notes.prompt_logprobs is None else len(row.notes.prompt_logprobs)
+            if unacknowledged and now_s >= row.sent_s + self._times.repeat_after_s(num_entries):
+                self._send_verdict(row, now_s)
 
-    def _tell(self, row: TargetSequence, now_s: float) -> None:
-        row.told_s = now_s
+    def _send_verdict(self, row: TargetSequence, now_s: float) -> None:
+        row.sent_s = now_s
         tokens, mark = row.log.tail(row.acked), row.log.mark()
         verdict = Verdict(row.seq, row.inc, row.acked, tokens, row.notes, mark, row.finish, row.reason)
         self._outbox.put(row.router, verdict)
@@ -343,7 +343,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         A chooser takes what gains most. Without one a long match goes first, unless the plan drafts more tokens than
         it has; then an offer; then the longer of a short match and the backend's own draft. Nothing here depends on
         what was drawn for a draft (rule 9): a match is no draw, the backend's own draft has a fixed length, and a
-        drafter's chain grows with time alone (:class:`specdec.protocol.draft_row.DraftSequence`).
+        drafter's chain grows with time alone (:class:`specdec.protocol.draft_sequence.DraftSequence`).
         """
         if row.suspects:
             return NO_DRAFT

@@ -19,7 +19,7 @@ BackendMetrics = Callable[[], dict[str, float]]
 LastInterval = Callable[[], Interval]
 """Gives when the backend's newest step ran."""
 MOST_INTERVALS = 64
-"""Steps of a sequence whose times wait to be told of; the oldest are forgotten."""
+"""Steps of a sequence whose times wait to be reported; the oldest are forgotten."""
 
 
 class WorkerSequence(LeasedRow):

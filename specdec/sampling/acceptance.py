@@ -150,7 +150,7 @@ def _verify(
 def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], count: int) -> list[list[Drawn]]:
     """Up to ``count`` different draft tokens for one place of each group, the likeliest or first drawn first.
 
-    Arguments as for :func:`propose`. Under rejection each is told with what it was drawn from, given those before it:
+    Arguments as for :func:`propose`. Under rejection each comes with what it was drawn from, given those before it:
     with temperature 0 that is itself. With another temperature there are always ``count``, so that the shape of a tree
     tells nothing of the tokens in it; those for which no probability was left have none, and are never kept.
     """
@@ -216,7 +216,7 @@ def _propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_g
             proposals[i] = drawn
     greedy = [i for i in rejection if num_guesses and groups[i].spec.sampling.temperature == 0]
     if greedy:
-        # All probability is on one token, and what the target may say instead is told by the logits alone.
+        # All probability is on one token, and what the target may say instead depends on the logits alone.
         part, rows = _part(logits, groups, greedy)
         for i, drawn in zip(greedy, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
             proposals[i] = proposals[i]._replace(guesses=drawn.guesses)

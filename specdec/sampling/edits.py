@@ -1,6 +1,6 @@
 """What changes single logits: biases, penalties, tokens that are forbidden. Laid out as arrays, and applied in torch.
 
-The arrays are those of :class:`specdec.kernels.sample.SampleStep`, so that a kernel and what is here are told the same.
+The arrays are those of :class:`specdec.kernels.sample.SampleStep`, so that a kernel and what is here read the same.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _can_run(device: torch.device) -> bool:
 _TYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int64, np.float64: torch.float64}
 
 
-class Told(NamedTuple):
+class StagedStep(NamedTuple):
     """What kernels are told of a step.
 
     Attributes:
@@ -77,13 +77,13 @@ class KernelSampler:
             logits: [N, at least V], as the model gave them; not changed.
             rows: Of them; groups with a grammar have their masks.
         """
-        self._decide(logits, self.told(rows), rows)
+        self._decide(logits, self.stage(rows), rows)
         return self._chosen(rows)
 
     def score(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The same, and by what they were chosen, with noise: float32 [N, V]."""
         scores = torch.empty(rows.num_rows, self._vocab_size, device=self._device)
-        self._decide(logits, self.told(rows), rows, scores)
+        self._decide(logits, self.stage(rows), rows, scores)
         return self._chosen(rows), scores
 
     def verify(
@@ -104,17 +104,17 @@ class KernelSampler:
         num_top = [rows.groups[i].spec.sampling.logprobs or 0 for i in asking]
         most = max((rows.counts[i] for i in asking), default=0)
         first = np.array([rows.starts[i] for i in asking], np.int64)
-        told = self.told(rows, candidates, np.array(asking, np.int64), first)
+        staged = self.stage(rows, candidates, np.array(asking, np.int64), first)
         self._make_room(rows)
         width = 2 + 2 * min(max(2, *num_top, 0), self._vocab_size)
         num_flags = 0 if flags is None else len(flags)
         record = self._begin_record(num_flags, len(asking) * most, width)
-        self._decide(logits, told, rows)
+        self._decide(logits, staged, rows)
         if flags is not None:
             record.tensors["flags"][:num_flags].copy_(flags)
         if asking:
             given = record.tensors["numbers"][: len(asking) * most * width]
-            numbers, starts = told.others
+            numbers, starts = staged.others
             given.copy_(self._logprobs(logits, numbers, starts, most, max(num_top)).view(-1))
         # Numbers come last, and are not copied where nobody asks.
         record.download(None if asking else record.layout.offsets["numbers"])
@@ -128,7 +128,9 @@ class KernelSampler:
             reports[i] = tuple(entries_of(own.tolist(), [top] * len(own)))
         return runs, reports, arrays["flags"][:num_flags] != 0
 
-    def told(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = (), *others: NDArray[np.int64]) -> Told:
+    def stage(
+        self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = (), *others: NDArray[np.int64]
+    ) -> StagedStep:
         """Lay a step out, and bring it to the device in one transfer; it stays there until the next step."""
         edits = self.editor.lay_out(rows)
         arrays, options = _laid_out(rows, edits, candidates)
@@ -138,7 +140,7 @@ class KernelSampler:
         counts = self.editor.token_counts
         if options["penalties"]:
             counts.apply(*changes)
-        return Told(SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **fields), options, rest)
+        return StagedStep(SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **fields), options, rest)
 
     def _sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Arrays of items of whole words, on the device."""
@@ -160,9 +162,9 @@ class KernelSampler:
             ]
         return self._views
 
-    def _decide(self, logits: Tensor, told: Told, rows: Rows, scores: Tensor | None = None) -> None:
+    def _decide(self, logits: Tensor, staged: StagedStep, rows: Rows, scores: Tensor | None = None) -> None:
         self._make_room(rows)
-        self._kernels.decide(logits, told.step, scores=scores, **told.options)
+        self._kernels.decide(logits, staged.step, scores=scores, **staged.options)
 
     def _chosen(self, rows: Rows) -> Tensor:
         chosen: Tensor = self._kernels.chosen[: rows.num_rows]

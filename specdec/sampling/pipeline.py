@@ -289,9 +289,9 @@ class Sampler:
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""
-        told = [one for group in rows.groups for one in (group.by_row() if group.parents else (group,))]
+        groups = [one for group in rows.groups for one in (group.by_row() if group.parents else (group,))]
         try:
-            processed = self._process(logits, told)
+            processed = self._process(logits, groups)
         except Exception as error:
             if is_device_lost(error):
                 raise

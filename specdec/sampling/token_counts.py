@@ -97,7 +97,7 @@ class TokenCounts:
 
         A slot counts what all groups of a sequence have in common, such as a drafter's branches.
         """
-        if self._is_behind:  # a step failed before the device was told
+        if self._is_behind:  # a step failed before the device had them
             self._forget()
         slots, ahead = np.full(len(groups), -1, np.int32), [_NO_TOKENS] * len(groups)
         users = _users(groups)

@@ -65,7 +65,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._threads = FairThreads(_NUM_THREADS, "grammars", _STACK_BYTES)
         if eos_token_ids:
-            with suppress(ValueError):  # the tokenizer is not a fast one: whoever asks for a grammar is told so
+            with suppress(ValueError):  # the tokenizer is not a fast one: whoever asks for a grammar gets an error
                 self._tokens(eos_token_ids)
 
     def compiled(self, grammar: Grammar, eos_token_ids: Tokens, caller: str = "") -> Future[LLMatcher]:
@@ -146,7 +146,7 @@ class Grammars:
         try:
             return takes_too_much(llguidance_grammar(grammar))
         except (ValueError, TypeError, RecursionError):
-            return False  # it is wrong, which is told by whoever compiles it
+            return False  # it is wrong, which whoever compiles it will say
         except OSError as error:
             raise ServiceUnavailableError(f"the grammar cannot be tried now: {reason_of(error)}") from error
 

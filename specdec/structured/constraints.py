@@ -104,12 +104,12 @@ def text_or_calls(
         content: What an answer without calls must match; None allows anything.
 
     Raises:
-        ValueError: A call could not be told from such content, or the content's grammar is wrong.
+        ValueError: A call could not be distinguished from such content, or the content's grammar is wrong.
     """
     calls, most = _calls(form, tools, several, tags, any_arguments=True), MOST_CALLS if several else 1
     if not form.begin:
         if content is not None:
-            raise ValueError("this model's tool calls cannot be told from other JSON")
+            raise ValueError("this model's tool calls cannot be distinguished from other JSON")
         mark = f"{tags.written(form.mark)}? " if tags.is_token(form.mark) else ""
         return _composed(f"start: | CONTENT | {mark}calls\nCONTENT: /[ \\n]*[^ \\n{{](.|\\n)*/\n{calls}")
     if content is not None:

@@ -27,7 +27,7 @@ _ALL = -1
 """A part of a mask that allows all of its tokens."""
 
 MatcherKey = tuple[Grammar, Tokens, int, int, float]
-"""Grammar, ending tokens, seed, where the output starts, arrival: of one sequence, as far as that can be told. It finds
+"""Grammar, ending tokens, seed, where the output starts, arrival: of one sequence, as far as that is known. It finds
 matchers, whose tokens are then compared."""
 
 

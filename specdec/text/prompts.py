@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, parameter: str = "prompt", *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of a text, with the special tokens the tokenizer adds by itself unless told not to; at least one.
+    """Token ids of a text, with the special tokens the tokenizer adds, unless these are switched off; at least one.
 
     An empty text stands for the beginning of a document: the model's beginning-of-sequence token.
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
-from deployments.http.arrival import Arrival
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.messages import Json
+from deployments.http.request_context import RequestContext
 from deployments.http.schemas.responses import (
     CallItem,
     InputItem,
@@ -30,10 +30,10 @@ _logger = logging.getLogger("ray.serve")
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
-def owner_of(arrival: Arrival) -> str:
+def owner_of(context: RequestContext) -> str:
     """Whose responses a request may see: those of its API key, by name; where none is asked for, of what it sends."""
-    account = arrival.account
-    return f"key {account.key}" if account.key else f"caller {arrival.caller}"
+    stats = context.stats
+    return f"key {stats.key}" if stats.key else f"caller {context.caller}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationKeeper:
+class StoredConversation:
     """Where a response goes when it has ended.
 
     Attributes:
@@ -95,7 +95,7 @@ class ConversationKeeper:
         return "" if is_kept else "the response is not stored: it is larger than responses_store.max_bytes"
 
 
-async def earlier_record(api: Api, arrival: Arrival, body: ResponsesBody) -> Record | None:
+async def earlier_record(api: Api, context: RequestContext, body: ResponsesBody) -> Record | None:
     """The response that a request goes on from, if it names one.
 
     Raises:
@@ -105,7 +105,7 @@ async def earlier_record(api: Api, arrival: Arrival, body: ResponsesBody) -> Rec
     name = body.previous_response_id
     if name is None or api.store is None:
         return None
-    found = await api.store.get(owner_of(arrival), name)
+    found = await api.store.get(owner_of(context), name)
     if found is None:
         text = f"previous_response_id: there is no response {name!r}, or none any more"
         raise ApiError(400, text, param="previous_response_id", code="previous_response_not_found")

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
-from deployments.http.context import Api
+from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.formats import chat_entries
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
 from deployments.http.messages import AssistantMessage, Json
-from deployments.http.responses.kept import ConversationKeeper
+from deployments.http.responses.kept import StoredConversation
 from deployments.http.schemas.responses import FunctionChoice, ResponsesBody
 from deployments.http.tally import answer_metrics
 from deployments.http.writing import Event, WrittenList
@@ -32,7 +32,7 @@ class OutputItem(Protocol):
     """One output item."""
 
     def added(self) -> list[Json]:
-        """The events that tell of a new item."""
+        """The events of a new item."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class OutputItem(Protocol):
         ...
 
     def done(self, status: ItemStatus) -> list[Json]:
-        """The events that tell of its end."""
+        """The events of its end."""
         ...
 
     def written(self) -> Json:
@@ -154,9 +154,9 @@ class CallOutput:
     def done(self, status: ItemStatus) -> list[Json]:
         """The end of its arguments, and its own."""
         self._status = status
-        told: Json = {**self._place, "item_id": self._id, "arguments": "".join(self._arguments)}
+        shown: Json = {**self._place, "item_id": self._id, "arguments": "".join(self._arguments)}
         return [
-            {"type": "response.function_call_arguments.done", **told},
+            {"type": "response.function_call_arguments.done", **shown},
             {"type": "response.output_item.done", **self._place, "item": self.written()},
         ]
 
@@ -166,7 +166,7 @@ class CallOutput:
 
 
 class Output:
-    """Reads an answer, and makes of it output items and the events that tell of them.
+    """Reads an answer, and makes of it output items and their events.
 
     Args:
         message: Reads the text.
@@ -184,15 +184,15 @@ class Output:
         self._pending: list[ShownToken] = []
 
     def read(self, delta: SampleDelta) -> list[Json]:
-        """Take what is new; the events that tell of it."""
+        """Take what is new; gives its events."""
         pieces: list[_Piece] = []
         for text, token, finish in self._cut(delta):
             if token is not None:
                 self._pending.append(token)
             for event in self._message.read(text, finish):
                 self._add(pieces, event)
-        told = [event for piece in pieces for event in self._tell(piece)]
-        return told if delta.finish is None else told + self._end(delta.finish)
+        events = [event for piece in pieces for event in self._events_of(piece)]
+        return events if delta.finish is None else events + self._end(delta.finish)
 
     def written(self) -> list[Json]:
         """All items as they are now."""
@@ -232,7 +232,7 @@ class Output:
             pieces[-1].tokens += self._pending
         self._pending = []
 
-    def _tell(self, piece: _Piece) -> Iterator[Json]:
+    def _events_of(self, piece: _Piece) -> Iterator[Json]:
         """The events of a piece: it goes on with the last item, or begins one."""
         if piece.kind != self._kind:
             yield from self._close("completed")
@@ -256,10 +256,10 @@ class Output:
 
     def _end(self, finish: Finish) -> list[Json]:
         """The end of the last item; an answer that says nothing has an empty message."""
-        told = [] if self._items else self._open("message")
+        events = [] if self._items else self._open("message")
         if self._kind == "message" and self._pending:
-            told.append(self._items[-1].more("", self._written_logprobs(self._pending)))
-        return told + self._close("completed" if finish == "stop" else "incomplete")
+            events.append(self._items[-1].more("", self._written_logprobs(self._pending)))
+        return events + self._close("completed" if finish == "stop" else "incomplete")
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class _Piece:
 
     Attributes:
         kind: ``message``, ``reasoning``, or ``call`` and its number.
-        tokens: Those of a message of which log probabilities are told.
+        tokens: Those of a message whose log probabilities are shown.
     """
 
     kind: str
@@ -292,13 +292,13 @@ class ResponseWriter:
 
     end_mark = b""
 
-    def __init__(self, api: Api, job: Job, body: ResponsesBody, kept: ConversationKeeper | None = None) -> None:
+    def __init__(self, api: Api, job: Job, body: ResponsesBody, kept: StoredConversation | None = None) -> None:
         self._job = job
         self._body = body
         self._output = Output(AssistantMessage(job.new_parser()), partial(chat_entries, api.texts))
         self._kept = kept
         # Whoever keeps responses lets no client name them: it could choose the name of another.
-        self._id = f"resp_{job.arrival.label if kept is None else uuid.uuid4().hex}"
+        self._id = f"resp_{job.context.label if kept is None else uuid.uuid4().hex}"
         self._finish: Finish | None = None
         self._end: Json | None = None
         self._num_events = 0
@@ -344,9 +344,9 @@ class ResponseWriter:
 
     def failed(self, error: ApiError) -> list[Event]:
         """The error, and the response as far as it has come."""
-        told = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+        event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
         response = self._response("failed", error={"code": "server_error", "message": str(error)})
-        return [self._event(told), self._event({"type": "response.failed", "response": response})]
+        return [self._event(event), self._event({"type": "response.failed", "response": response})]
 
     def _event(self, data: Json) -> Event:
         event = Event(data | {"sequence_number": self._num_events}, data["type"])
@@ -373,7 +373,7 @@ class ResponseWriter:
         response: Json = {
             "id": self._id,
             "object": "response",
-            "created_at": int(job.arrival.wall_s),
+            "created_at": int(job.context.wall_s),
             "completed_at": None,
             "status": status,
             "error": None,

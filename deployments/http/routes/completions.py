@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from deployments.http.answers import answer, while_connected
-from deployments.http.context import Api, ApiOf, ArrivalOf
+from deployments.http.api import Api, ApiOf, ContextOf
 from deployments.http.conversation import conversation_tokens, ignored_by_template
 from deployments.http.formats import ChatFormat, CompletionFormat, Envelope
 from deployments.http.ignored import with_ignored
@@ -23,32 +23,32 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 @router.post("/v1/completions", response_model=None)
-async def completions(body: CompletionBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+async def completions(body: CompletionBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
     """Go on with a text."""
     ignored = api.ignored.names(body)
     await api.look_for(body.model)
-    job = await while_connected(request.receive, completion_job(api, body, arrival))
+    job = await while_connected(request.receive, completion_job(api, body, context))
     return with_ignored(await answer(api, job, Envelope(job, CompletionFormat(api, job)), request), ignored)
 
 
 @router.post("/v1/chat/completions", response_model=None)
-async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+async def chat_completions(body: ChatBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
     """Go on with a conversation."""
     ignored = api.ignored.names(body, ignored_by_template(api, body))
     await api.look_for(body.model)
-    job = await while_connected(request.receive, chat_job(api, body, arrival))
+    job = await while_connected(request.receive, chat_job(api, body, context))
     return with_ignored(await answer(api, job, Envelope(job, ChatFormat(api, job)), request), ignored)
 
 
 @router.post("/invocations", response_model=None)
-async def invocations(request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+async def invocations(request: Request, api: ApiOf, context: ContextOf) -> Response:
     """What SageMaker sends: a chat completion if the body has ``messages``, else a completion."""
     assert isinstance(request, StrictJsonRequest), "its route reads bodies strictly"
     value = await request.json()
     is_chat = isinstance(value, dict) and "messages" in value
     request.model = ChatBody if is_chat else CompletionBody
     body = await request.json()
-    return await (chat_completions if is_chat else completions)(body, request, api, arrival)
+    return await (chat_completions if is_chat else completions)(body, request, api, context)
 
 
 _OF_TEMPLATES = (

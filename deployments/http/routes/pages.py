@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 
 import specdec
-from deployments.http.context import ApiOf
+from deployments.http.api import ApiOf
 from deployments.http.service import ServedModel
 
 router = APIRouter()

@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from deployments.http.answers import answer, while_connected
-from deployments.http.arrival import Arrival
-from deployments.http.context import Api, ApiOf, ArrivalOf
+from deployments.http.api import Api, ApiOf, ContextOf
 from deployments.http.conversation import conversation_tokens, ignored_by_template
 from deployments.http.errors import ApiError
 from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job
 from deployments.http.messages import Json
+from deployments.http.request_context import RequestContext
 from deployments.http.responses.kept import (
-    ConversationKeeper,
     Record,
+    StoredConversation,
     conversation_of,
     earlier_record,
     owner_of,
@@ -36,7 +36,7 @@ router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 
 
 @router.post("/responses", response_model=None)
-async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+async def responses(body: ResponsesBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
     """Go on with a conversation, in the words of OpenAI's newer API."""
     if body.other_tools() and api.settings.unsupported_tools == "refuse":
         (place, kind), *_ = body.other_tools()
@@ -45,16 +45,16 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
     dropped = [f"tools.{kind}" for _, kind in body.other_tools()]
     body.check_together(has_store=api.store is not None)
     await api.look_for(body.model)
-    record = await earlier_record(api, arrival, body)
+    record = await earlier_record(api, context, body)
     num_characters = body.num_characters + (0 if record is None else len(record.packed()))
 
-    def work() -> tuple[Turns, ConversationKeeper | None]:
+    def work() -> tuple[Turns, StoredConversation | None]:
         earlier = [] if record is None else conversation_of(record)
         turns = turns_of(body, read_items(earlier))
         if api.store is None or body.store is False:
             return turns, None
         items = earlier + written_items(body)
-        return turns, ConversationKeeper(api, api.store, owner_of(arrival), items, num_characters)
+        return turns, StoredConversation(api, api.store, owner_of(context), items, num_characters)
 
     turns, kept = await api.encode(num_characters, work)
     if body.truncation == "auto":
@@ -63,7 +63,7 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
     dropped += ["reasoning.effort" for _ in ignored_by_template(api, chat)]
     ignored = api.ignored.names(body, dropped)
     with named_as_sent(turns):
-        job = await while_connected(request.receive, chat_job(api, chat, arrival))
+        job = await while_connected(request.receive, chat_job(api, chat, context))
         answered = await answer(api, job, ResponseWriter(api, job, body, kept), request)
     return with_ignored(answered, ignored)
 
@@ -95,7 +95,7 @@ async def _fitted(api: Api, body: ResponsesBody, turns: Turns) -> Turns:
 async def kept_response(
     response_id: str,
     api: ApiOf,
-    arrival: ArrivalOf,
+    context: ContextOf,
     include: Annotated[list[Included] | None, Query()] = None,
     include_: Annotated[list[Included] | None, Query(alias="include[]")] = None,
     stream: bool = False,
@@ -103,14 +103,14 @@ async def kept_response(
     """A response that is kept, as it was sent: with log probabilities where it was made with them."""
     if stream:
         raise ApiError(400, "stream: a kept response is not streamed", param="stream", code="unsupported_parameter")
-    record = await _record(api, arrival, response_id)
+    record = await _record(api, context, response_id)
     return Response(record.response, media_type="application/json")
 
 
 @router.delete("/responses/{response_id}")
-async def forget_response(response_id: str, api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
+async def forget_response(response_id: str, api: ApiOf, context: ContextOf) -> dict[str, Any]:
     """Keep a response no longer."""
-    if not await _store(api, response_id).delete(owner_of(arrival), response_id):
+    if not await _store(api, response_id).delete(owner_of(context), response_id):
         raise _not_found(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -119,13 +119,13 @@ async def forget_response(response_id: str, api: ApiOf, arrival: ArrivalOf) -> d
 async def input_items(
     response_id: str,
     api: ApiOf,
-    arrival: ArrivalOf,
+    context: ContextOf,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
     """The items of the conversation up to a response, the newest first."""
-    record = await _record(api, arrival, response_id)
+    record = await _record(api, context, response_id)
 
     def work() -> bytes:
         items: list[Json] = json.loads(record.input_items)
@@ -148,8 +148,8 @@ def _store(api: Api, response_id: str) -> Store:
     return api.store
 
 
-async def _record(api: Api, arrival: Arrival, response_id: str) -> Record:
-    found = await _store(api, response_id).get(owner_of(arrival), response_id)
+async def _record(api: Api, context: RequestContext, response_id: str) -> Record:
+    found = await _store(api, response_id).get(owner_of(context), response_id)
     if found is None:
         raise _not_found(response_id)
     return Record.unpacked(found)

@@ -145,8 +145,8 @@ def _known(item: Any) -> Any:
     """Refuse items that are not served, by their type."""
     kind = _kind_of_item(item)
     if kind is not None and kind[1:-1] not in ITEMS:
-        told = {"field": "type", "kinds": ", ".join(ITEMS), "kind": kind[1:-1][:_MOST_SHOWN]}
-        raise PydanticCustomError("unsupported_parameter", "must be one of {kinds}: {kind} is not supported", told)
+        details = {"field": "type", "kinds": ", ".join(ITEMS), "kind": kind[1:-1][:_MOST_SHOWN]}
+        raise PydanticCustomError("unsupported_parameter", "must be one of {kinds}: {kind} is not supported", details)
     return item
 
 

@@ -170,7 +170,7 @@ def bind(model: PreTrainedModel, mixer: Mixer, progress: StepProgress | None = N
     Args:
         model: The model.
         mixer: What they are led to.
-        progress: Is told of each that is done.
+        progress: Called when each is done.
     """
     counted = progress or StepProgress()
     return ScopedFunctions((module, _functions(module, mixer, counted)) for module in recurrent_modules(model))

@@ -148,7 +148,7 @@ class StatePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots in all layers."""
-        return sum(keeper.num_bytes for keeper in self._keepers())
+        return sum(states.num_bytes for states in self._states())
 
     @property
     def num_free(self) -> int:
@@ -217,8 +217,8 @@ class StatePool:
         """The step whose convolutions and scans come next; slots taken since the last one are cleared first."""
         if self._uncleared:
             slots = sorted(self._uncleared)
-            for keeper in self._keepers():
-                keeper.clear(slots)
+            for states in self._states():
+                states.clear(slots)
             self._uncleared.clear()
         self._step = step
         self._next_scan = dict.fromkeys(self._scans, 0)
@@ -236,9 +236,9 @@ class StatePool:
     def scanned(self, index: int, scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
         """Scan every row from its own state, and keep what it takes to roll it back."""
         assert self._step is not None, "begin() comes first"
-        keeper = self._scans[index][self._next_scan[index]]
+        states = self._scans[index][self._next_scan[index]]
         self._next_scan[index] += 1
-        return scan.result(keeper.run(scan, self._step))
+        return scan.result(states.run(scan, self._step))
 
     def _take_slot(self) -> SequenceState | None:
         """A free slot, if need be that of the prefix which nobody has used for longest."""
@@ -257,11 +257,11 @@ class StatePool:
             self._uncleared.add(copy.slot)
             return
         self._uncleared.discard(copy.slot)
-        for keeper in self._keepers():
-            keeper.copy(state.slot, copy.slot)
+        for states in self._states():
+            states.copy(state.slot, copy.slot)
 
-    def _keepers(self) -> list[ConvWindows | ScanStates]:
-        return [*self._convolutions.values(), *(keeper for keepers in self._scans.values() for keeper in keepers)]
+    def _states(self) -> list[ConvWindows | ScanStates]:
+        return [*self._convolutions.values(), *(states for scans in self._scans.values() for states in scans)]
 
 
 def checked_window(num_tokens: int) -> Window:

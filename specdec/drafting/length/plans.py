@@ -67,7 +67,7 @@ class PlanController:
 
 
 class Planning:
-    """A router's one door to its controller: when it is told and asked, and what follows its errors.
+    """A router's one door to its controller: when that is asked, and what follows its errors.
 
     A review may take as long as some draft steps do, and what is relayed in its turn waits. So the controller hears of
     tokens in the second turn after a verdict, in which little is relayed, and reviews then, or after another period.
@@ -79,7 +79,7 @@ class Planning:
 
     def __init__(self, planner: Planner | PlanController) -> None:
         self._controller = planner if isinstance(planner, PlanController) else PlanController(planner)
-        self._has_failed = self._is_told = False
+        self._has_failed = self._is_reported = False
         self._decided: list[tuple[str, Notes, float]] = []
         self._reviewed_s = float("-inf")
         self._turns = 0
@@ -131,8 +131,8 @@ class Planning:
     def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
         """The plans that have changed; after an error all of them, once, to no drafts."""
         plans: dict[str, Plan] = self._ask("review", placements, now_s)
-        if self._has_failed and not self._is_told:
-            self._is_told = True
+        if self._has_failed and not self._is_reported:
+            self._is_reported = True
             return {seq: Plan() for seq in placements}
         return plans
 

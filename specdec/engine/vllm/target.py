@@ -54,8 +54,8 @@ NO_TOKEN = -1
 """What fills drafts up, in vLLM's scheduler and in ours."""
 
 
-class Told(NamedTuple):
-    """What the workers are told of a request before a step, where there is something.
+class StepInputs(NamedTuple):
+    """What the workers need to know of a request in a step, beside what vLLM sends them.
 
     Attributes:
         candidates: Under the rejection rule, what each draft token was drawn from.
@@ -67,7 +67,7 @@ class Told(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """What a worker tells of a request after a step, beside its tokens.
+    """What a worker reports of a request after a step, beside its tokens.
 
     Attributes:
         logprobs: One entry per token, if the request asked for them.
@@ -98,14 +98,14 @@ class AcceptanceSampler:
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V1), or its ``CPUModelRunner``.
-        sampler: Without grammars: their masks are told.
+        sampler: Without grammars: their masks come with each step.
     """
 
     def __init__(self, runner: Any, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
         self._logs: dict[str, tuple[Any, TokenBuffer]] = {}
-        self.told: dict[str, Told] = {}
+        self.inputs: dict[str, StepInputs] = {}
         self.reported: dict[str, Reported] = {}
 
     def __call__(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
@@ -143,7 +143,7 @@ class AcceptanceSampler:
             if not self._runner.discard_request_mask.np[i]:  # else it still reads its log
                 draft = self._runner.input_batch.spec_token_ids[i]
                 num_drafted = num_filled(draft)
-                mask = self.told[req_id].mask if req_id in self.told else None
+                mask = self.inputs[req_id].mask if req_id in self.inputs else None
                 places.append(i)
                 groups.append(RowGroup(self._spec(req_id), self._log(req_id).array, tuple(draft[:num_drafted]), mask))
                 rows.extend(range(first, first + 1 + num_drafted))
@@ -151,11 +151,11 @@ class AcceptanceSampler:
         return places, groups, rows
 
     def _decide(self, logits: Tensor, req_ids: list[str], groups: list[RowGroup]) -> list[Sequence[int]]:
-        """The run of each group; what is to be told of it is kept."""
+        """The run of each group; what is to be reported of it is kept."""
         is_finite = logits.amax(1).isfinite()
         logits = logits.where(is_finite[:, None], 0.0)
-        told = [self.told.get(req_id, Told()) for req_id in req_ids]
-        drawn = [one.candidates[: len(group.draft)] for one, group in zip(told, groups, strict=True)]
+        inputs = [self.inputs.get(req_id, StepInputs()) for req_id in req_ids]
+        drawn = [one.candidates[: len(group.draft)] for one, group in zip(inputs, groups, strict=True)]
         runs, reports, flags = decide(self._sampler, logits, groups, drawn, is_finite)
         failures = self._sampler.take_failures()
         rows = Rows(groups)
@@ -206,12 +206,12 @@ class RuleExtension:
         self.model_runner.execute_model_state = None
         self.model_runner.rejection_sampler = AcceptanceSampler(self.model_runner, Sampler(vocab_size, processors))
 
-    def specdec_tell(self, told: dict[str, Told]) -> None:
+    def specdec_set_inputs(self, inputs: dict[str, StepInputs]) -> None:
         """What is to be known in the next step, by request."""
-        self.model_runner.rejection_sampler.told = told
+        self.model_runner.rejection_sampler.inputs = inputs
 
     def specdec_reports(self) -> dict[str, Reported]:
-        """What the last step has to tell, by request."""
+        """What the last step has to report, by request."""
         rule: AcceptanceSampler = self.model_runner.rejection_sampler
         reported, rule.reported = rule.reported, {}
         return reported
@@ -430,13 +430,13 @@ class VllmTarget:
         groups = [RowGroup(job.spec, job.log.tokens, drafts.get(req_id, ())) for job, req_id in deciding]
         groups = self._sampler.masked(groups)
         errors = self._sampler.take_failures()
-        told = {
-            req_id: Told(job.candidates[: len(group.draft)], group.mask)
+        inputs = {
+            req_id: StepInputs(job.candidates[: len(group.draft)], group.mask)
             for (job, req_id), group in zip(deciding, groups, strict=True)
             if job.candidates or group.mask is not None
         }
-        if told:
-            self._core.collective_rpc("specdec_tell", args=(told,))
+        if inputs:
+            self._core.collective_rpc("specdec_set_inputs", args=(inputs,))
         failed = ((job.key, group) for (job, _), group in zip(deciding, groups, strict=True) if id(group) in errors)
         return {key: reason_of(errors[id(group)]) for key, group in failed}
 
@@ -464,14 +464,14 @@ class VllmTarget:
             del self._held[job.key]
         else:
             self._held[job.key] = held._replace(mark=job.log.mark(), run=run)
-        told = output.prompt_logprobs_dict.get(request.request_id)
+        logprobs = output.prompt_logprobs_dict.get(request.request_id)
         return Verification(
             Status.DECIDED,
             run,
             common_prefix_length(draft, run),
             len(draft),
             report.logprobs,
-            None if told is None else _prompt_logprobs(told, job.spec.sampling.prompt_logprobs or 0),
+            None if logprobs is None else _prompt_logprobs(logprobs, job.spec.sampling.prompt_logprobs or 0),
             held.num_cached if len(job.log) == job.spec.output_start else 0,
             is_forced=job.source == "" and len(draft) > 0,
         )
@@ -523,9 +523,11 @@ def _unfilled(draft: Sequence[int]) -> Tokens:
     return tuple(draft[: num_filled(draft)])
 
 
-def _prompt_logprobs(told: LogprobsTensors, num_top: int) -> PromptLogprobs:
+def _prompt_logprobs(found: LogprobsTensors, num_top: int) -> PromptLogprobs:
     """In each of vLLM's rows the token that stands there comes first, then the likeliest."""
-    rows = zip(told.logprob_token_ids.tolist(), told.logprobs.tolist(), told.selected_token_ranks.tolist(), strict=True)
+    rows = zip(
+        found.logprob_token_ids.tolist(), found.logprobs.tolist(), found.selected_token_ranks.tolist(), strict=True
+    )
     return (
         None,
         *(

@@ -41,7 +41,7 @@ AnswerEvent = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class AnswerParser(Protocol):
-    """Reads one answer, in pieces. What is told does not depend on where the pieces are cut, but for its own cuts."""
+    """Reads one answer, in pieces. The events do not depend on where the pieces are cut, but for its own cuts."""
 
     def push(self, text: str) -> list[AnswerEvent]:
         """Take more text; what may yet be part of a tag is held back."""
@@ -77,8 +77,8 @@ class CallReader:
         index: Of the call in its answer.
 
     Attributes:
-        begun: Whether the call's name was told of.
-        held: What was read and not yet told of.
+        begun: Whether the call's name was reported.
+        held: What was read and not yet reported.
         has_ended: Whether its arguments are whole; ``held`` follows them.
     """
 
@@ -183,7 +183,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 class HermesParser:
     """Reads content and calls. What begins like a call and is none stays content, tags and all.
 
-    Blanks next to a call belong to no content. Arguments are told of as they come, once a call has begun as usual: its
+    Blanks next to a call belong to no content. Arguments are reported as they come, once a call has begun as usual: its
     name first.
     """
 
@@ -316,19 +316,19 @@ class Llama3Parser:
     def _before_call(self, new: str) -> str | None:
         """Read up to a call's brace; what follows, be it a call or content."""
         self._text += new
-        told = self._text.lstrip()
+        text = self._text.lstrip()
         if self._num_calls:
-            told = told.removeprefix(SEPARATOR).lstrip() if told else told
-        elif told.startswith(TAG):
-            told = told[len(TAG) :].lstrip()
-        if not told or (not self._num_calls and TAG.startswith(told)):
+            text = text.removeprefix(SEPARATOR).lstrip() if text else text
+        elif text.startswith(TAG):
+            text = text[len(TAG) :].lstrip()
+        if not text or (not self._num_calls and TAG.startswith(text)):
             return None
         follows = not self._num_calls or self._text.lstrip().startswith(SEPARATOR)
-        if told.startswith("{") and follows:
+        if text.startswith("{") and follows:
             # What stands before it is kept, in case that it is none.
-            self._text = self._text[: len(self._text) - len(told)].replace(TAG, "")
+            self._text = self._text[: len(self._text) - len(text)].replace(TAG, "")
             self._call = CallReader(self._num_calls)
-            return told
+            return text
         text, self._text, self._is_content = self._text, "", True
         return text.replace(TAG, "", 1) if not self._num_calls else text
 

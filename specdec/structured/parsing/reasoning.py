@@ -52,11 +52,11 @@ class ReasoningParser:
         return (self._answer.push(text) if text else []) + self._answer.finish()
 
     def _before_begin(self) -> list[AnswerEvent]:
-        told, begin = self._text.lstrip(), self._tags.begin
-        if len(told) < len(begin) and begin.startswith(told):
+        text, begin = self._text.lstrip(), self._tags.begin
+        if len(text) < len(begin) and begin.startswith(text):
             return []
-        if told.startswith(begin):
-            self._text = told[len(begin) :]
+        if text.startswith(begin):
+            self._text = text[len(begin) :]
         elif not self._has_begun:
             return self._go_on(self._in_answer)
         return self._go_on(self._after_begin)
@@ -136,11 +136,11 @@ class ReasoningCounter:
         start = len(self._text)
         self._text += text
         if self._may_begin:
-            told = self._text.lstrip()
-            if len(told) < len(self._begin) and self._begin.startswith(told):
+            text = self._text.lstrip()
+            if len(text) < len(self._begin) and self._begin.startswith(text):
                 return
-            self._may_begin, self._is_open = False, told.startswith(self._begin)
-            self._text = told[len(self._begin) :]
+            self._may_begin, self._is_open = False, text.startswith(self._begin)
+            self._text = text[len(self._begin) :]
             start = 0
             if not self._is_open or not self._text:
                 return

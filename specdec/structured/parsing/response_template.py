@@ -22,7 +22,7 @@ def tells_reasoning(tokenizer: PreTrainedTokenizerBase) -> bool:
 class ResponseTemplateParser:
     """Reads content, reasoning and tool calls by the ``response_template`` of a tokenizer.
 
-    Content and reasoning come as they are told; a call, whose form only the template knows, when it is whole. What the
+    Content and reasoning come as they are read; a call, whose form only the template knows, when it is whole. What the
     template cannot read is content, and so is all that follows it.
 
     Args:
@@ -33,7 +33,7 @@ class ResponseTemplateParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         self._parser = tokenizer.get_response_parser(prefix=prompt, tools=[dict(tool) for tool in tools])
-        self._untold = ""
+        self._pending = ""
         self._num_calls = 0
         self._has_failed = False
 
@@ -43,9 +43,9 @@ class ResponseTemplateParser:
         for place, character in enumerate(text):
             if self._has_failed:
                 return [*events, ContentDelta(text[place:])]
-            self._untold += character
+            self._pending += character
             try:
-                events += self._told(self._parser.feed(character))
+                events += self._converted(self._parser.feed(character))
             except (ValueError, TypeError, LookupError, AttributeError):
                 events += self._fail()
         return events
@@ -56,29 +56,29 @@ class ResponseTemplateParser:
             return []
         try:
             _, events = self._parser.finalize()
-            return self._told(events)
+            return self._converted(events)
         except (ValueError, TypeError, LookupError, AttributeError):
             return self._fail()
 
     def _fail(self) -> list[AnswerEvent]:
         self._has_failed = True
-        return [ContentDelta(self._untold)] if self._untold else []
+        return [ContentDelta(self._pending)] if self._pending else []
 
-    def _told(self, events: Sequence[Mapping[str, Any]]) -> list[AnswerEvent]:
-        told: list[AnswerEvent] = []
+    def _converted(self, events: Sequence[Mapping[str, Any]]) -> list[AnswerEvent]:
+        converted: list[AnswerEvent] = []
         for event in events:
             field, kind = event["field"], event["type"]
             if kind == "region_chunk" and not event["dirty"] and field != "tool_calls":
-                told.append(ReasoningDelta(event["text"]) if field in _REASONING else ContentDelta(event["text"]))
-                self._untold = ""
+                converted.append(ReasoningDelta(event["text"]) if field in _REASONING else ContentDelta(event["text"]))
+                self._pending = ""
             elif kind == "region_close" and field == "tool_calls":
                 value = event["value"]
-                told += [self._call(call) for call in (value if isinstance(value, list) else [value])]
-                self._untold = ""
-        return told
+                converted += [self._call(call) for call in (value if isinstance(value, list) else [value])]
+                self._pending = ""
+        return converted
 
     def _call(self, call: Mapping[str, Any]) -> ToolCallDelta:
         function = call.get("function", call)
-        told = parsed_call(self._num_calls, str(function["name"]), function["arguments"])
+        call_delta = parsed_call(self._num_calls, str(function["name"]), function["arguments"])
         self._num_calls += 1
-        return told
+        return call_delta

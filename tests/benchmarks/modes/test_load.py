@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from benchmarks.modes.load import (
     Workload,
     devices_between,
+    reported_stand_ins,
     run_workload,
     served_model,
     service_stand_ins,
-    told_stand_ins,
     worker_figures,
 )
 from cluster.models.demos import demo_folder
@@ -123,5 +123,5 @@ def test_what_devices_did_in_between() -> None:
 async def test_a_service_tells_what_is_not_real(url: str) -> None:
     assert await service_stand_ins(url) == ()
     figures = {"target": {"num_emulated_steps": 3.0, "is_scripted": 1.0}, "draft": {"num_emulated_steps": 0.0}}
-    assert told_stand_ins(figures) == ("emulated devices: target", "scripted tokens")
-    assert told_stand_ins({"target": {"num_steps": 3.0}}) == ()
+    assert reported_stand_ins(figures) == ("emulated devices: target", "scripted tokens")
+    assert reported_stand_ins({"target": {"num_steps": 3.0}}) == ()

@@ -8,21 +8,21 @@ import random
 import pytest
 
 from cluster.config.limits import Limits
-from deployments.http.admission import Admission, Ticket
+from deployments.http.admission import Admission, Reservation
 from deployments.http.errors import ApiError
 from tests.deployments.http.conftest import limits
 
 
-async def waiting(ticket: Ticket, count: int = 1) -> asyncio.Task[None]:
-    task = asyncio.create_task(ticket.take(count))
+async def waiting(reservation: Reservation, count: int = 1) -> asyncio.Task[None]:
+    task = asyncio.create_task(reservation.take(count))
     await asyncio.sleep(0)
     return task
 
 
-async def taken(admission: Admission, key: str, count: int = 1) -> Ticket:
-    ticket = admission.enter(key, 1)
-    await ticket.take(count)
-    return ticket
+async def taken(admission: Admission, key: str, count: int = 1) -> Reservation:
+    reservation = admission.enter(key, 1)
+    await reservation.take(count)
+    return reservation
 
 
 async def order(*tasks: asyncio.Task[None]) -> list[bool]:
@@ -70,11 +70,11 @@ async def test_places_are_given_in_order_to_those_who_fit() -> None:
 
 async def test_where_nobody_may_wait_nobody_does() -> None:
     admission = Admission(limits(2, 0))
-    ticket = await taken(admission, "")
+    reservation = await taken(admission, "")
     await taken(admission, "")
     with pytest.raises(ApiError, match="2 requests"):
         admission.enter("", 1)
-    ticket.leave()
+    reservation.leave()
     with pytest.raises(ApiError, match="1 of 2 sequences are open"):
         await admission.enter("", 1).take(2)
 
@@ -102,8 +102,8 @@ async def test_the_queue_is_shared_too() -> None:
     held = await taken(admission, "a")
     of_a = []
     for _ in range(4):
-        ticket = admission.enter("a", 1)
-        of_a.append((ticket, await waiting(ticket)))
+        reservation = admission.enter("a", 1)
+        of_a.append((reservation, await waiting(reservation)))
     with pytest.raises(ApiError, match="5 requests"):
         admission.enter("a", 1)
     held_back = []
@@ -121,12 +121,12 @@ async def test_the_queue_is_shared_too() -> None:
 async def test_whoever_gives_up_leaves_nothing_behind() -> None:
     admission = Admission(limits(1, 4))
     held = await taken(admission, "")
-    ticket = admission.enter("", 1)
-    gone, later = await waiting(ticket), await waiting(admission.enter("", 1))
+    reservation = admission.enter("", 1)
+    gone, later = await waiting(reservation), await waiting(admission.enter("", 1))
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
-    ticket.leave()
-    ticket.leave()
+    reservation.leave()
+    reservation.leave()
     held.leave()
     assert await order(later) == [True]
     assert (admission.num_sequences, admission.num_waiting, admission.num_requests) == (1, 0, 1)
@@ -135,8 +135,8 @@ async def test_whoever_gives_up_leaves_nothing_behind() -> None:
 async def test_a_place_given_to_one_that_gives_up_at_that_moment_is_given_on() -> None:
     admission = Admission(limits(1, 4))
     held = await taken(admission, "")
-    ticket = admission.enter("", 1)
-    gone, later = await waiting(ticket), await waiting(admission.enter("", 1))
+    reservation = admission.enter("", 1)
+    gone, later = await waiting(reservation), await waiting(admission.enter("", 1))
     held.leave()
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
@@ -191,17 +191,17 @@ async def test_a_body_counts_as_long_as_what_has_come_of_it() -> None:
     chunked, other = admission.enter("a", 0), admission.enter("b", 40)
     chunked.body_came(60)  # alone a request may be larger than its key's share
     assert admission.num_bytes == 100
-    for ticket in (chunked, other):
+    for reservation in (chunked, other):
         with pytest.raises(ApiError, match="100 bytes") as caught:
-            ticket.body_came(61)
+            reservation.body_came(61)
         assert caught.value.status == 429
     chunked.body_came(5)
     assert admission.num_bytes == 45
     more = admission.enter("a", 0)
     with pytest.raises(ApiError, match="this API key hold 5 bytes"):
         more.body_came(46)
-    for ticket in (chunked, other, more):
-        ticket.leave()
+    for reservation in (chunked, other, more):
+        reservation.leave()
     chunked.body_came(7)
     assert admission.num_bytes == 0
 
@@ -235,10 +235,10 @@ async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() ->
     served: list[asyncio.Event] = []
 
     async def request(key: str, num_bytes: int, count: int) -> None:
-        ticket = None
+        reservation = None
         try:
-            ticket = admission.enter(key, num_bytes)
-            await ticket.take(count)
+            reservation = admission.enter(key, num_bytes)
+            await reservation.take(count)
             served.append(asyncio.Event())
             await served[-1].wait()
             ended["served"] += 1
@@ -247,8 +247,8 @@ async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() ->
         except asyncio.CancelledError:
             ended["gone"] += 1
         finally:
-            if ticket is not None:
-                ticket.leave()
+            if reservation is not None:
+                reservation.leave()
 
     for _ in range(1500):
         match chance.choice(["come", "come", "end", "give up"]):

@@ -7,7 +7,7 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers
 
-from deployments.http.middleware import Arrivals
+from deployments.http.middleware import TrackRequests
 from deployments.http.observer import Observer
 from deployments.http.service import ApiSettings
 
@@ -125,12 +125,12 @@ def test_prefixes_are_shared_as_the_operator_says(
     share: Any, first: tuple[str, str], second: tuple[str, str], are_shared: bool
 ) -> None:
     settings = ApiSettings(share_prefixes=share)
-    arrivals = Arrivals(None, settings, Observer(CollectorRegistry()))  # type: ignore[arg-type]
+    middleware = TrackRequests(None, settings, Observer(CollectorRegistry()))  # type: ignore[arg-type]
 
     def salt(name: str, authorization: str, wanted: str | None = None) -> str | None:
-        arrival = arrivals._arrival(Headers({"authorization": authorization}), "")
-        arrival.account.key = name
-        return arrival.cache_salt(wanted)
+        context = middleware._context(Headers({"authorization": authorization}), "")
+        context.stats.key = name
+        return context.cache_salt(wanted)
 
     assert (salt(*first) == salt(*second)) == are_shared
     assert (salt(*first, "s") == salt(*second, "s")) == are_shared

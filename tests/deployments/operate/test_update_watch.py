@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.operate.status import Health, StatusArgs, UpdateWatch, told
+from deployments.operate.status import Health, StatusArgs, UpdateWatch, described
 
 FAILED = "Traceback\n  File x\nspecdec.core.errors.MemoryPlanError: no room"
 
@@ -31,12 +31,12 @@ WAITS = deployment(
 
 @pytest.mark.parametrize("found", [None, application("RUNNING", TargetServer=HEALTHY), application("UNHEALTHY")])
 def test_nothing_is_said_without_an_update(found: Any) -> None:
-    assert told(found, 60, 100) is None
+    assert described(found, 60, 100) is None
 
 
 @pytest.mark.parametrize(("age_s", "status"), [(59, "under_way"), (61, "late")])
 def test_an_update_without_a_place_is_late_after_a_while(age_s: float, status: str) -> None:
-    found = told(application("DEPLOYING", TargetServer=WAITS, SpeculationRouter=HEALTHY), 60, age_s)
+    found = described(application("DEPLOYING", TargetServer=WAITS, SpeculationRouter=HEALTHY), 60, age_s)
     assert found is not None
     assert (found["status"], found["seconds"]) == (status, age_s)
     assert found["waiting_for"].keys() == {"TargetServer"}
@@ -45,13 +45,13 @@ def test_an_update_without_a_place_is_late_after_a_while(age_s: float, status: s
 
 def test_an_update_that_failed_says_why() -> None:
     failed = deployment("DEPLOY_FAILED", {"RUNNING": 1}, FAILED)
-    found = told(application("DEPLOY_FAILED", TargetServer=failed, OpenAIIngress=HEALTHY), 60, 110)
+    found = described(application("DEPLOY_FAILED", TargetServer=failed, OpenAIIngress=HEALTHY), 60, 110)
     assert found is not None
     assert (found["status"], found["waiting_for"]) == (
         "failed",
         {"TargetServer": "specdec.core.errors.MemoryPlanError: no room"},
     )
-    found = told(application("DEPLOY_FAILED", FAILED, OpenAIIngress=HEALTHY), 60, 110)
+    found = described(application("DEPLOY_FAILED", FAILED, OpenAIIngress=HEALTHY), 60, 110)
     assert found is not None
     refused = {"application": "specdec.core.errors.MemoryPlanError: no room"}
     assert found["waiting_for"] == refused, "the builder refused it"

@@ -11,16 +11,18 @@ from torch import Tensor
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams
 from specdec.sampling.edits import Editor
-from specdec.sampling.on_kernels import KernelSampler, Told
+from specdec.sampling.on_kernels import KernelSampler, StagedStep
 from specdec.sampling.rows import RowGroup, Rows
 from specdec.sampling.token_counts import bits_of
 from tests.specdec.sampling.reference import make_spec, random_params
 
 
-def step_of(groups: Sequence[RowGroup], vocab_size: int, candidates: Sequence[tuple[Candidates, ...]] = ()) -> Told:
-    """What kernels are told of groups."""
+def step_of(
+    groups: Sequence[RowGroup], vocab_size: int, candidates: Sequence[tuple[Candidates, ...]] = ()
+) -> StagedStep:
+    """What kernels are given of groups."""
     sampler = KernelSampler(vocab_size, Editor(vocab_size, torch.device("cpu")))
-    return sampler.told(Rows(groups), candidates)
+    return sampler.stage(Rows(groups), candidates)
 
 
 def bits(allowed: Sequence[bool]) -> Tensor:

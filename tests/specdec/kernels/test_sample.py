@@ -15,7 +15,7 @@ from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams
 from specdec.kernels import sample
 from specdec.sampling.acceptance import decide, walk_coupled
-from specdec.sampling.on_kernels import Told
+from specdec.sampling.on_kernels import StagedStep
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
@@ -30,13 +30,13 @@ MAX_TOKENS = 8
 BY_ROW = ("sequence", "position", "draft", "parent", "grammar")
 
 
-def decided(logits: torch.Tensor, told: Told, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def decided(logits: torch.Tensor, staged: StagedStep, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's token, and the records."""
     from specdec.kernels.triton.sample import TritonSampler
 
-    step = told.step
+    step = staged.step
     sampler = TritonSampler(VOCAB, len(step.sequence), len(step.first), MAX_TOKENS, CPU, block_size=64)
-    sampler.decide(logits, step, **told.options | options)
+    sampler.decide(logits, step, **staged.options | options)
     return sampler.chosen, sampler.record
 
 
@@ -74,7 +74,7 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     padding = {name: functional.pad(getattr(step, name), (0, 2), value=-1) for name in BY_ROW}
     padding |= {name: functional.pad(getattr(step, name), (0, 0, 0, 2), value=-1) for name in ("ahead", "ended", "bad")}
     step = replace(step, **padding)
-    chosen, records = decided(logits, Told(step, *rest))
+    chosen, records = decided(logits, StagedStep(step, *rest))
     expected = Sampler(VOCAB).sample(logits[:num_rows], groups)
     by_row = Sampler(VOCAB).sample(logits[:num_rows], [row for group in groups for row in group.by_row()])
     assert torch.equal(by_row, expected)

@@ -9,7 +9,7 @@ from specdec.core.drafts import NO_DRAFT, Draft, remaining_draft
 from specdec.core.log import TokenLog
 from specdec.core.messages import Offer, Open
 from specdec.protocol import target
-from specdec.protocol.draft_row import Branch, DraftSequence
+from specdec.protocol.draft_sequence import Branch, DraftSequence
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.worker import WorkerMachine
 from tests.specdec.protocol.mutations import Mutation

@@ -12,7 +12,7 @@ from specdec.core.messages import Open, Submit
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Probation, Session, SuspectGroup
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_row import TargetSequence
+from specdec.protocol.target_sequence import TargetSequence
 from specdec.protocol.worker import StepGroups, WorkerMachine
 from tests.specdec.protocol.mutations import Mutation
 

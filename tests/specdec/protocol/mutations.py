@@ -16,14 +16,14 @@ from specdec.core.log import Mark, TokenLog
 from specdec.core.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
 from specdec.core.params import StopCondition
 from specdec.protocol.dispatcher import Dispatcher
-from specdec.protocol.draft_row import DraftSequence
+from specdec.protocol.draft_sequence import DraftSequence
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine, Request
 from specdec.protocol.leases import LeasedRows
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_row import TargetSequence
+from specdec.protocol.target_sequence import TargetSequence
 from specdec.protocol.worker import WorkerMachine, WorkerSequence
 from tests.specdec.protocol.scripted import ScriptedTarget
 
@@ -123,14 +123,14 @@ def cumulative(patch: pytest.MonkeyPatch) -> None:
     told: dict[tuple[str, Inc], int] = {}
 
     def tell_once(self: TargetMachine, row: TargetSequence, now_s: float) -> None:
-        row.told_s = now_s
+        row.sent_s = now_s
         base = max(row.acked, told.get((row.seq, row.inc), 0))
         told[row.seq, row.inc] = len(row.log)
         tokens, notes = row.log.tail(base), row.notes.last(len(row.log) - base)
         mark = row.log.mark()
         self._outbox.put(row.router, Verdict(row.seq, row.inc, base, tokens, notes, mark, row.finish, row.reason))
 
-    patch.setattr(TargetMachine, "_tell", tell_once)
+    patch.setattr(TargetMachine, "_send_verdict", tell_once)
 
 
 @mutation

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from specdec.core.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
 from specdec.core.types import Finish, Tokens
-from specdec.protocol.draft_row import DraftSequence
+from specdec.protocol.draft_sequence import DraftSequence
 from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_row import TargetSequence
+from specdec.protocol.target_sequence import TargetSequence
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 

@@ -26,7 +26,7 @@ from specdec.drafting.length.gains import DraftGains
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.protocol import target as target_module
-from specdec.protocol.draft_row import DraftSequence, Path
+from specdec.protocol.draft_sequence import DraftSequence, Path
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine

@@ -12,7 +12,7 @@ from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
-from specdec.protocol.draft_row import DraftSequence
+from specdec.protocol.draft_sequence import DraftSequence
 from tests.letters import spelled
 from tests.sizes import some
 from tests.specdec.engine.pairs import (

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from cluster.models.demos import demo_folder
-from specdec.checkpoint.vocabulary import translate
+from specdec.checkpoint.vocabulary import map_vocabularies
 from specdec.core.backends import DraftJob
 from specdec.core.grammar import Grammar
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.vocabulary_mapping import Translator
+from specdec.drafting.vocabulary_mapping import VocabularyMapper
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -107,27 +107,27 @@ def job(tokens: list[int], agreed: int = 0, *, key: str = "a", fork_of: str | No
 
 
 def test_jobs_are_translated_as_logs_grow_shrink_and_fork(tmp_path: Path) -> None:
-    translation = translate(load_tokenizer(source(DRAFT)), load_tokenizer(source(save_smaller(tmp_path / "draft"))))
-    translator = Translator(translation)
-    long = next(i for i, ids in enumerate(translation.spelled) if len(ids) == 3)
+    mapping = map_vocabularies(load_tokenizer(source(DRAFT)), load_tokenizer(source(save_smaller(tmp_path / "draft"))))
+    mapper = VocabularyMapper(mapping)
+    long = next(i for i, ids in enumerate(mapping.spelled) if len(ids) == 3)
 
     def spelled(*tokens: int) -> list[int]:
-        return [piece for token in tokens for piece in translation.spelled[token]]
+        return [piece for token in tokens for piece in mapping.spelled[token]]
 
-    first = translator.translated(job([long, 7, 8]))
+    first = mapper.mapped(job([long, 7, 8]))
     assert (first.tokens, first.agreed, first.num_committed) == (spelled(long, 7, 8), 0, 3)
     # What was drafted came otherwise, behind what agrees.
-    second = translator.translated(job([long, 7, long, 9], agreed=2))
+    second = mapper.mapped(job([long, 7, long, 9], agreed=2))
     assert (second.tokens, second.agreed) == (spelled(long, 7, long, 9), 4)
-    branch = translator.translated(job([long, 7, 10], agreed=2, key="b", fork_of="a"))
+    branch = mapper.mapped(job([long, 7, 10], agreed=2, key="b", fork_of="a"))
     assert (branch.tokens, branch.agreed) == (spelled(long, 7, 10), 4)
-    assert translator.translated(job([long, 7, long, 9, 11], agreed=4)).tokens == spelled(long, 7, long, 9, 11)
-    translator.rename("b", "a")
-    assert translator.translated(job([long, 7, 10, 12], agreed=3)).tokens == spelled(long, 7, 10, 12)
+    assert mapper.mapped(job([long, 7, long, 9, 11], agreed=4)).tokens == spelled(long, 7, long, 9, 11)
+    mapper.rename("b", "a")
+    assert mapper.mapped(job([long, 7, 10, 12], agreed=3)).tokens == spelled(long, 7, 10, 12)
     # What its cache is known to agree with may be less than what was translated before.
-    assert translator.translated(job([long, 7, 10, 12, 13], agreed=1)).agreed == 3
-    translator.release("a")
-    again = translator.translated(job([long, 5]))
+    assert mapper.mapped(job([long, 7, 10, 12, 13], agreed=1)).agreed == 3
+    mapper.release("a")
+    again = mapper.mapped(job([long, 5]))
     assert (again.tokens, again.agreed) == (spelled(long, 5), 0)
 
 

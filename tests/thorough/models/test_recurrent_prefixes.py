@@ -56,8 +56,8 @@ def test_the_comparison_sees_a_copy_of_another_state(monkeypatch: pytest.MonkeyP
 
     def off_by_one(self: PrefixStates, digest: bytes) -> SequenceState:
         state = find(self, digest)
-        for keeper in pool_of(game.runner)._keepers():
-            for tensor in vars(keeper).values():
+        for states in pool_of(game.runner)._states():
+            for tensor in vars(states).values():
                 if isinstance(tensor, torch.Tensor):
                     tensor[state.slot] = tensor[state.slot].roll(1, 0)
         return state

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from deployments.transport.endpoints import LinkKeeper
+from deployments.transport.endpoints import PeerLinks
 from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes, OtherModelError
 from tests.deployments.transport.nodes import until
 
@@ -27,7 +27,7 @@ class Peers:
         self.refusals: dict[str, str] = {}
         self.num_dials = 0
         self.events: list[tuple[str, str]] = []
-        self.keeper = LinkKeeper(
+        self.links = PeerLinks(
             self.dial,
             lambda p: self.events.append(("linked", p)),
             lambda p: self.events.append(("lost", p)),
@@ -53,13 +53,13 @@ class Peers:
 async def peers() -> AsyncIterator[Peers]:
     peers = Peers()
     yield peers
-    peers.keeper.close()
+    peers.links.close()
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_a_lost_link_is_told_at_once_and_opened_again(peers: Peers) -> None:
-    peers.keeper.update(frozenset("b"))
-    await until(lambda: peers.keeper.linked == {"b"})
+    peers.links.update(frozenset("b"))
+    await until(lambda: peers.links.linked == {"b"})
     peers.end("b")
     await until(lambda: len(peers.events) >= 3)
     assert peers.events == [("linked", "b"), ("lost", "b"), ("linked", "b")]
@@ -67,15 +67,15 @@ async def test_a_lost_link_is_told_at_once_and_opened_again(peers: Peers) -> Non
 
 async def test_a_peer_that_cannot_be_reached_is_tried_while_it_is_listed(peers: Peers) -> None:
     peers.refusals["b"] = "no"
-    peers.keeper.update(frozenset("b"))
+    peers.links.update(frozenset("b"))
     await until(lambda: peers.num_dials >= 3)
     assert peers.events == []
     del peers.refusals["b"]
     await until(lambda: peers.events == [("linked", "b")])
     peers.refusals["c"] = "no"
-    peers.keeper.update(frozenset("bc"))
+    peers.links.update(frozenset("bc"))
     await until(lambda: peers.num_dials >= 6)
-    peers.keeper.update(frozenset("b"))
+    peers.links.update(frozenset("b"))
     num_dials = peers.num_dials
     await asyncio.sleep(0.05)
     assert peers.num_dials == num_dials
@@ -83,10 +83,10 @@ async def test_a_peer_that_cannot_be_reached_is_tried_while_it_is_listed(peers: 
 
 async def test_a_peer_of_another_model_is_told_of_once_and_lost_when_it_is_gone(peers: Peers) -> None:
     peers.refusals["b"] = "model"
-    peers.keeper.update(frozenset("b"))
+    peers.links.update(frozenset("b"))
     await until(lambda: peers.num_dials >= 3)
     assert peers.events == [("other model", "b")]
-    peers.keeper.update(frozenset())
+    peers.links.update(frozenset())
     assert peers.events == [("other model", "b"), ("lost", "b")]
 
 
@@ -94,39 +94,39 @@ async def test_a_peer_of_another_model_is_told_of_once_and_lost_when_it_is_gone(
 async def test_a_link_that_is_up_survives_a_list_without_its_peer(peers: Peers, listed: str) -> None:
     """Serve may send an empty or a partial list while it recovers, and whoever drains is listed no more."""
     peers.refusals["x"] = "not there"
-    peers.keeper.update(frozenset("ab"))
-    await until(lambda: peers.keeper.linked == {"a", "b"})
-    peers.keeper.update(frozenset(listed))
+    peers.links.update(frozenset("ab"))
+    await until(lambda: peers.links.linked == {"a", "b"})
+    peers.links.update(frozenset(listed))
     await asyncio.sleep(0.05)
-    assert peers.keeper.linked == {"a", "b"}
-    peers.keeper.update(frozenset("ab"))
+    assert peers.links.linked == {"a", "b"}
+    peers.links.update(frozenset("ab"))
     peers.end("a")
     await until(lambda: peers.events[-2:] == [("lost", "a"), ("linked", "a")])
 
 
 async def test_a_peer_that_is_listed_no_more_is_not_dialled_again(peers: Peers) -> None:
-    peers.keeper.update(frozenset("b"))
-    await until(lambda: peers.keeper.linked == {"b"})
-    peers.keeper.update(frozenset())
+    peers.links.update(frozenset("b"))
+    await until(lambda: peers.links.linked == {"b"})
+    peers.links.update(frozenset())
     peers.end("b")
     await asyncio.sleep(0.05)
     assert (peers.events, peers.num_dials) == ([("linked", "b"), ("lost", "b")], 1)
-    peers.keeper.update(frozenset("b"))
+    peers.links.update(frozenset("b"))
     await until(lambda: peers.events[-1] == ("linked", "b") and peers.num_dials == 2)
 
 
 async def test_closing_cuts_all_links_for_good(peers: Peers) -> None:
-    peers.keeper.update(frozenset("ab"))
-    await until(lambda: peers.keeper.linked == {"a", "b"})
-    peers.keeper.close()
-    await until(lambda: peers.keeper.linked == frozenset())
+    peers.links.update(frozenset("ab"))
+    await until(lambda: peers.links.linked == {"a", "b"})
+    peers.links.close()
+    await until(lambda: peers.links.linked == frozenset())
     await asyncio.sleep(0.05)
     assert peers.num_dials == 2
 
 
 async def test_a_reason_is_logged_once_and_not_at_each_attempt(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
     peers.refusals["b"] = "another model"
-    peers.keeper.update(frozenset("b"))
+    peers.links.update(frozenset("b"))
     await until(lambda: peers.num_dials >= 5)
     assert caplog.text.count("another model") == 1
     peers.refusals["b"] = "draining"
@@ -144,10 +144,10 @@ async def test_attempts_are_further_and_further_apart(monkeypatch: pytest.Monkey
     async def dial(peer: str, on_up: Callable[[], None]) -> None:
         raise LinkError("no")
 
-    keeper = LinkKeeper(dial, lambda _peer: None, lambda _peer: None, LinkTimes(first_backoff_s=1.0, max_backoff_s=6.0))
+    links = PeerLinks(dial, lambda _peer: None, lambda _peer: None, LinkTimes(first_backoff_s=1.0, max_backoff_s=6.0))
     monkeypatch.setattr(asyncio, "sleep", pause)
-    keeper.update(frozenset("b"))
+    links.update(frozenset("b"))
     while len(pauses_s) < 5:
         await sleep(0)
-    keeper.close()
+    links.close()
     assert pauses_s[:5] == [2.0, 4.0, 6.0, 6.0, 6.0]

@@ -10,18 +10,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from cluster.config.limits import SharePrefixes
-from deployments.http.admission import Ticket
+from deployments.http.admission import Reservation
 from deployments.http.errors import ApiError
 
 
 @dataclass(slots=True)
-class Account:
+class RequestStats:
     """What is known of a request so far, for the line that is logged at its end.
 
     Attributes:
         request_id: That of its body; empty where it has none.
         key: Name of its API key; empty where none is asked for.
-        ticket: Its part of what is taken in; None where it asks for nothing to be generated.
+        reservation: Its part of what is taken in; None where it asks for nothing to be generated.
         admitted_s: When it had its place, on the monotonic clock.
         first_token_s: When its first token came, on the same.
         finish: How its choices ended, each way once.
@@ -29,7 +29,7 @@ class Account:
 
     request_id: str = ""
     key: str = ""
-    ticket: Ticket | None = None
+    reservation: Reservation | None = None
     model: str = ""
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
@@ -41,7 +41,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RequestContext:
     """When a request came, under what id, and from whom.
 
     Attributes:
@@ -55,7 +55,7 @@ class Arrival:
         end_by_s: When its answer must have ended, monotonic.
         retry_after_s: What ``Retry-After`` says where it has waited too long.
         trace: Label of its trace; empty where there is none.
-        account: What became of it.
+        stats: What became of it.
     """
 
     request_id: str
@@ -69,19 +69,19 @@ class Arrival:
     retry_after_s: int = 1
     trace: str = ""
     share_prefixes: SharePrefixes = "key"
-    account: Account = field(default_factory=Account)
+    stats: RequestStats = field(default_factory=RequestStats)
 
     @property
     def label(self) -> str:
         """By which answers and log lines name the request: the id in its body, or else that of ``x-request-id``."""
-        return self.account.request_id or self.request_id
+        return self.stats.request_id or self.request_id
 
     def cache_salt(self, wanted: str | None) -> str | None:
         """With whom cached prefixes are shared, by ``access.share_prefixes``; and the same salt if one is wanted.
 
         How fast an answer begins tells whether its prompt was cached: nobody else is to learn so what others asked.
         """
-        group, slash, _ = self.account.key.partition("/")
+        group, slash, _ = self.stats.key.partition("/")
         if self.share_prefixes == "all":
             sharing = ""
         elif self.share_prefixes == "group" and slash:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-from deployments.http.arrival import Arrival
 from deployments.http.errors import ApiError
 from deployments.http.ignored import IgnoredFields
 from deployments.http.observer import Observer
+from deployments.http.request_context import RequestContext
 from deployments.http.service import ApiSettings, ServedModel, TokenService
 from deployments.http.store import Store
 from specdec.core.errors import ServiceUnavailableError
@@ -69,16 +69,16 @@ class Api:
     threads: FairThreads = field(default_factory=lambda: FairThreads(_NUM_THREADS, "requests"))
     caller: str = ""
 
-    def check_admin(self, arrival: Arrival, act: str) -> None:
+    def check_admin(self, context: RequestContext, act: str) -> None:
         """Let on who may administer, and log what is to be done.
 
         Raises:
             ApiError: 403: the request's API key may not.
         """
-        if arrival.account.key not in self.settings.admin_keys or not arrival.account.key:
+        if context.stats.key not in self.settings.admin_keys or not context.stats.key:
             text = "this needs one of the API keys that access.admin_keys names"
             raise ApiError(403, text, "permission_error", code="admin_key_needed")
-        _logger.info("admin request_id=%s key=%s %s", arrival.label, arrival.account.key, act)
+        _logger.info("admin request_id=%s key=%s %s", context.label, context.stats.key, act)
 
     async def look_for(self, name: str | None) -> None:
         """Ask the store for a model that is not known: another ingress may just have loaded that adapter.
@@ -114,18 +114,18 @@ class Api:
             404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {known}", param="model", code="model_not_found"
         )
 
-    async def admit(self, arrival: Arrival, model: ServedModel, num_sequences: int) -> None:
+    async def admit(self, context: RequestContext, model: ServedModel, num_sequences: int) -> None:
         """Take a place per sequence of a request that is checked, waiting for them if need be.
 
         Raises:
             ApiError: 429: nobody may wait any more; 503 or 504: it has waited too long.
         """
         self.service.check_health()
-        if arrival.account.ticket is not None:
+        if context.stats.reservation is not None:
             with self.observer.queued(model.label, num_sequences):
-                async with arrival.waiting(to_begin=True):
-                    await arrival.account.ticket.take(num_sequences)
-        arrival.account.admitted_s = time.monotonic()
+                async with context.waiting(to_begin=True):
+                    await context.stats.reservation.take(num_sequences)
+        context.stats.admitted_s = time.monotonic()
 
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
         """Run tokenizing work, in a thread where the text is long, in the turn of the request's API key."""
@@ -149,8 +149,8 @@ class Api:
 def api_of(request: Request) -> Api:
     """The parts of the API, for one request."""
     api: Api = request.app.state.api
-    arrival: Arrival = request.state.arrival
-    return replace(api, caller=arrival.account.key)
+    context: RequestContext = request.state.context
+    return replace(api, caller=context.stats.key)
 
 
 # FastAPI runs what is no coroutine in another thread, and hand-overs wait where cores are busy.
@@ -158,10 +158,10 @@ async def _api(request: Request) -> Api:
     return api_of(request)
 
 
-async def _arrival(request: Request) -> Arrival:
-    arrival: Arrival = request.state.arrival
-    return arrival
+async def _context(request: Request) -> RequestContext:
+    context: RequestContext = request.state.context
+    return context
 
 
 ApiOf = Annotated[Api, Depends(_api)]
-ArrivalOf = Annotated[Arrival, Depends(_arrival)]
+ContextOf = Annotated[RequestContext, Depends(_context)]

@@ -65,7 +65,7 @@ class Branch:
         path: What would follow it.
         num_wanted: Tokens of ``path`` that make its draft.
         num_useful: One more, where the token after the draft is of use.
-        num_offered: Tokens of ``path`` that the target was told of.
+        num_offered: Tokens of ``path`` that were offered to the target.
         is_begun: Whether the backend was ever asked for it.
         is_waiting: Whether it found no room when it was asked last.
         tokens: All of its sequence, from the log's first token on; None until it is first asked for.
@@ -200,7 +200,7 @@ class DraftSequence(WorkerSequence):
 
     @property
     def num_offered(self) -> int:
-        """Tokens of the chain that the target was told of."""
+        """Tokens of the chain that were offered to the target."""
         return self.offered_end - len(self.log)
 
     @property

@@ -46,14 +46,14 @@ class TargetSequence(WorkerSequence):
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
         is_cleared: Whether its router knows that its group is about to be tried; True where no group was named.
-        announced_s: When its router was told so first.
+        announced_s: When that was first sent to its router.
         needs_candidates: Whether a draft is of no use without what it was drawn from.
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
-        draft_intervals: The drafter's steps that were told of since the newest round.
+        draft_intervals: The drafter's steps that were reported since the newest round.
         held_s: When it was first held back since it was decided last; None where it was not.
-        told_s: When its verdict was last sent.
+        sent_s: When its verdict was last sent.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round.
         foreseen: Whether an offer with branches had foreseen the newest round's outcome; None where there was none.
@@ -80,7 +80,7 @@ class TargetSequence(WorkerSequence):
         self.offers: deque[KeptOffer] = deque()
         self.draft_intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self.held_s: float | None = None
-        self.told_s = float("-inf")
+        self.sent_s = float("-inf")
         self.is_patient = True
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
