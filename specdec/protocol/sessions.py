@@ -187,10 +187,10 @@ class Session(Row):
             "reason",
             "span",
             "spec",
-            "prompt_told_s",
+            "prompt_sent_s",
             "suspects",
             "target",
-            "told_length",
+            "sent_length",
         ),
     )
 

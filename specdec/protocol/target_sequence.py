@@ -63,7 +63,7 @@ class TargetSequence(WorkerSequence):
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "needs_candidates", "notes", "offers", "own_draft"),
-        *("draft_intervals", "priority", "reason", "round_start", "token_drafter", "told_s"),
+        *("draft_intervals", "priority", "reason", "round_start", "token_drafter", "sent_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int, token_drafter: TokenDrafter | None = None) -> None:

@@ -40,7 +40,7 @@ _TYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int6
 
 
 class StagedStep(NamedTuple):
-    """What kernels are told of a step.
+    """What kernels are given of a step.
 
     Attributes:
         step: Its arrays, on the device.

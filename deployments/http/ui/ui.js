@@ -62,10 +62,10 @@ class Answer {
   /** Take in a choice of a chunk. */
   take(choice) {
     this.characters.push(...(choice.text ?? choice.delta.content ?? ""));
-    const came = choice.specdec, told = choice.logprobs;
-    if (told && came) {
+    const came = choice.specdec, shown = choice.logprobs;
+    if (shown && came) {
       this.offsets.push(...came.text_offset);
-      this.logprobs.push(...(told.token_logprobs ?? told.content.map((token) => token.logprob)));
+      this.logprobs.push(...(shown.token_logprobs ?? shown.content.map((token) => token.logprob)));
     }
     if (!came || !came.kind.length) return;
     this.lastAt = performance.now();
@@ -102,14 +102,14 @@ class Answer {
       this.spans[i].textContent = this.characters.slice(this.offsets[i], this.offsets[i + 1]).join("");
     }
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
-    const told = [["tokens/s", rate(this.speed)], ["tokens", this.kinds.length]];
-    told.push(["first token", this.firstAt === null ? "–" : seconds((this.firstAt - this.sentAt) / 1000)]);
+    const shown = [["tokens/s", rate(this.speed)], ["tokens", this.kinds.length]];
+    shown.push(["first token", this.firstAt === null ? "–" : seconds((this.firstAt - this.sentAt) / 1000)]);
     if (this.numDrafted) {
-      told.push(["accepted", percent(this.numAccepted / this.numDrafted)]);
-      told.push(["tokens/round", (this.kinds.length / this.rounds.length).toFixed(2)]);
+      shown.push(["accepted", percent(this.numAccepted / this.numDrafted)]);
+      shown.push(["tokens/round", (this.kinds.length / this.rounds.length).toFixed(2)]);
     }
-    if (this.plan) told.push(["plan", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
-    this.figures.replaceChildren(...told.map(([name, value]) => {
+    if (this.plan) shown.push(["plan", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
+    this.figures.replaceChildren(...shown.map(([name, value]) => {
       const pair = element("div");
       pair.append(element("dt", "", name), element("dd", "", value));
       return pair;
@@ -218,8 +218,8 @@ async function call(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
-  const told = await response.json().catch(() => ({}));
-  const message = told.error?.message ?? `the service answered ${response.status}`;
+  const shown = await response.json().catch(() => ({}));
+  const message = shown.error?.message ?? `the service answered ${response.status}`;
   if (response.status !== 401) throw new Error(message);
   model = "";
   throw new Refused(message);

@@ -68,7 +68,7 @@ class MemoryChannel:
         self.sent.put_nowait(None)
 
 
-class MemoryCarrier:
+class MemoryTransport:
     """Opens channels to answerers of this process.
 
     Attributes:

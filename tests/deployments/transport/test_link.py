@@ -23,7 +23,7 @@ from deployments.transport.wire import (
     encode,
 )
 from specdec.core.types import Fingerprints
-from tests.deployments.transport.nodes import Inbox, MemoryCarrier, MemoryChannel, ended, until, words
+from tests.deployments.transport.nodes import Inbox, MemoryTransport, MemoryChannel, ended, until, words
 
 TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=60.0)
 
@@ -43,8 +43,8 @@ class Ends:
             lambda hello: self.told.append(("lost", hello.caller)),
             times,
         )
-        self.open_channel = MemoryCarrier({"r": self.answerer})
-        self.dialer = Dialer("w", "Target", mine or Fingerprints(), "decision", self.worker, self.open_channel, times)
+        self.transport = MemoryTransport({"r": self.answerer})
+        self.dialer = Dialer("w", "Target", mine or Fingerprints(), "decision", self.worker, self.transport, times)
         self.ups = 0
 
     def dial(self) -> asyncio.Task[None]:
@@ -111,7 +111,7 @@ async def test_a_refusal_is_told_and_links_nothing(ends: Ends) -> None:
 async def test_whose_machine_has_failed_dials_nobody(ends: Ends) -> None:
     ends.worker._fail(ValueError("poisoned"))
     assert str(await ended(ends.dial())) == "the machine has failed"
-    assert not ends.open_channel.channels
+    assert not ends.transport.channels
 
 
 async def test_a_callee_of_another_model_is_not_worked_with(ends: Ends) -> None:
@@ -134,7 +134,7 @@ async def test_a_callee_of_another_wire_version_is_not_worked_with(ends: Ends, m
 
 
 async def test_another_replica_in_place_of_the_callee_is_not_worked_with(ends: Ends) -> None:
-    ends.open_channel.answerers["gone"] = ends.answerer
+    ends.transport.answerers["gone"] = ends.answerer
     error = await ended(spawn(ends.dialer.dial("gone", lambda: None)))
     assert isinstance(error, LinkRefusedError)
     assert "r answered in place of gone" in str(error)
@@ -144,7 +144,7 @@ async def test_another_replica_in_place_of_the_callee_is_not_worked_with(ends: E
 async def test_silence_ends_a_link_on_both_sides(deaf: str) -> None:
     ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=0.2))
     link = await ends.linked()
-    [channel] = ends.open_channel.channels
+    [channel] = ends.transport.channels
     (channel.other if deaf == "caller" else channel).is_cut = True
     await ended(link)
     await until(lambda: ends.told[-1:] == [("lost", "w")])
@@ -164,7 +164,7 @@ async def test_heartbeats_keep_an_idle_link() -> None:
 async def test_a_link_that_is_dialled_anew_takes_the_place_of_the_old_one(ends: Ends) -> None:
     """The end of the old one must not be told after the start of the new one."""
     old = await ends.linked()
-    [channel] = ends.open_channel.channels
+    [channel] = ends.transport.channels
     channel.is_cut = channel.other.is_cut = True
     new = ends.dial()
     await until(lambda: len(ends.told) == 3)
@@ -181,7 +181,7 @@ async def test_a_link_that_is_dialled_anew_takes_the_place_of_the_old_one(ends: 
 async def test_what_cannot_be_decoded_ends_the_link(ends: Ends, to: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ray.serve")
     link = await ends.linked()
-    [channel] = ends.open_channel.channels
+    [channel] = ends.transport.channels
     await (channel if to == "router" else channel.other).send(b"\x80\x04garbage")
     error = await ended(link)
     await until(lambda: ends.told[-1:] == [("lost", "w")])
@@ -236,6 +236,6 @@ async def test_the_half_that_still_runs_is_awaited_when_the_other_ends() -> None
 
 
 async def test_a_greeting_tells_who_the_callee_is(ends: Ends) -> None:
-    channel = await ends.open_channel(Hello("w", "r", "Target", wire=WIRE_VERSION))
+    channel = await ends.transport(Hello("w", "r", "Target", wire=WIRE_VERSION))
     assert decode(await channel.receive(), Greeting) == Greeting("r", Fingerprints("d", "v"), wire=WIRE_VERSION)
     channel.close()
