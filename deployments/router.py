@@ -71,7 +71,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
         def change(machine: RouterMachine, now_s: float) -> None:
             machine.set_times(args.protocol.times())
-            machine.probation.max_reopens = args.limits.max_reopens
+            machine.quarantine.max_reopens = args.limits.max_reopens
             machine.workers.affinity_slack = args.affinity_slack
             if (args.speculation_mode, args.num_branches) != (
                 before.speculation_mode,

@@ -177,8 +177,8 @@ class DraftChooser(Protocol):
 def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
     """What an offer still proposes after a log; nothing if it does not fit (rule 6).
 
-    Its chain, or the branch of the outcome that has come, must agree with every token committed since its mark. A
-    branch is chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
+    Its chain, or the branch of the outcome that has come, must agree with every token committed since. A branch is
+    chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
     rule nothing has been drawn yet at the positions of the draft that is left, and each of its tokens, drawn from its
     candidates without regard to the choice, gets the ratio test it needs (rule 9).
 
@@ -187,7 +187,7 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
         log: The committed tokens.
         needs_candidates: Under the rejection rule a draft is of no use without what it was drawn from.
     """
-    since, chain = log.since(offer.mark), offer.chain
+    since, chain = log.since(offer.prefix_hash), offer.chain
     if since is None:
         return NO_DRAFT
     count = len(since)
@@ -203,8 +203,8 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
 
 def awaits_token(offer: Offer, log: TokenLog) -> bool:
     """Whether a log ends as an offer's chain does, so that a branch of the offer may be left after the next token."""
-    length, chain = offer.mark.length, offer.chain
-    if length + len(chain) != len(log) or not log.has(offer.mark) or log.tail(length) != chain:
+    length, chain = offer.prefix_hash.length, offer.chain
+    if length + len(chain) != len(log) or not log.has(offer.prefix_hash) or log.tail(length) != chain:
         return False
     return any(outcome.num_accepted == len(chain) for outcome, _ in offer.branches)
 
@@ -213,9 +213,9 @@ def foresees(chain: Tokens, branches: Sequence[tuple[Outcome, Tokens]], tokens: 
     """Whether the outcome of a round is among those that an offer is prepared for.
 
     Args:
-        chain: Of the offer, whose mark fits the log.
+        chain: Of the offer, whose prefix the log has.
         branches: Of the offer.
-        tokens: What was committed since its mark, up to the end of the round.
+        tokens: What was committed since that prefix, up to the end of the round.
         num_before: How many of them were there when the round began.
 
     Returns:

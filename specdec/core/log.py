@@ -15,11 +15,11 @@ from specdec.core.tokens import (
 )
 from specdec.core.types import Tokens
 
-_MARKS_KEPT = 16
+_PREFIX_HASHES_KEPT = 16
 """Of a log: a step and the offers that wait for it ask for the same few again and again."""
 
 
-class Mark(NamedTuple):
+class PrefixHash(NamedTuple):
     """The first ``length`` tokens of a log, prompt included, and a 64-bit hash of them."""
 
     length: int
@@ -45,14 +45,14 @@ class TokenLog:
         output: What follows them.
     """
 
-    __slots__ = ("_digests", "_marks", "_part", "prompt")
+    __slots__ = ("_digests", "_part", "_prefix_hashes", "prompt")
 
     def __init__(self, prompt: SharedTokens | Iterable[int] | TokenArray = (), output: TokenSequence = ()) -> None:
         self.prompt = prompt if isinstance(prompt, SharedTokens) else SharedTokens(prompt)
         # What grows, and how many tokens are before it: all of the prompt, or none once the two are in one piece.
         self._part = TokenBuffer(output), len(self.prompt)
         self._digests: PrefixDigests | None = None  # of what follows the prompt, which is hashed when it has to be
-        self._marks: dict[int, Mark] = {}
+        self._prefix_hashes: dict[int, PrefixHash] = {}
 
     def __len__(self) -> int:
         own, num_before = self._part
@@ -83,31 +83,31 @@ class TokenLog:
         """Tokens [start, stop) as a tuple; for short pieces."""
         return tuple(self.array(start, stop).tolist())
 
-    def mark(self, length: int | None = None) -> Mark:
-        """The mark of the first ``length`` tokens; of all of them by default."""
+    def prefix_hash(self, length: int | None = None) -> PrefixHash:
+        """The prefix hash of the first ``length`` tokens; of all of them by default."""
         length = len(self) if length is None else length
-        mark = self._marks.get(length)
-        if mark is None:
-            mark = Mark(length, self._digest(length))
-            if len(self._marks) >= _MARKS_KEPT:
-                self._marks = {}
-            self._marks[length] = mark
-        return mark
+        prefix_hash = self._prefix_hashes.get(length)
+        if prefix_hash is None:
+            prefix_hash = PrefixHash(length, self._digest(length))
+            if len(self._prefix_hashes) >= _PREFIX_HASHES_KEPT:
+                self._prefix_hashes = {}
+            self._prefix_hashes[length] = prefix_hash
+        return prefix_hash
 
-    def has(self, mark: Mark) -> bool:
-        """Whether the first tokens of this log are those of ``mark``."""
-        return mark.length <= len(self) and self.mark(mark.length) == mark
+    def has(self, prefix_hash: PrefixHash) -> bool:
+        """Whether the first tokens of this log are those of ``prefix_hash``."""
+        return prefix_hash.length <= len(self) and self.prefix_hash(prefix_hash.length) == prefix_hash
 
-    def since(self, mark: Mark) -> Tokens | None:
-        """The tokens after a mark; None where this log does not have it."""
-        return self.tail(mark.length) if self.has(mark) else None
+    def since(self, prefix_hash: PrefixHash) -> Tokens | None:
+        """The tokens after a prefix; None where this log does not have it."""
+        return self.tail(prefix_hash.length) if self.has(prefix_hash) else None
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
         self._part[0].extend(tokens)
 
-    def extend_to(self, base: int, tokens: Tokens, mark: Mark) -> Extension:
-        """Take what a message has beyond this log, if and only if the result has the message's mark.
+    def extend_to(self, base: int, tokens: Tokens, prefix_hash: PrefixHash) -> Extension:
+        """Take what a message has beyond this log, if and only if the result has the message's prefix hash.
 
         Rule 2 of the protocol: tokens are taken by position, once, and checked. Nothing changes unless the answer is
         ``EXTENDED``.
@@ -115,22 +115,22 @@ class TokenLog:
         Args:
             base: Length of the sender's log before ``tokens``.
             tokens: The sender's tokens from ``base`` on.
-            mark: The sender's mark after ``tokens``.
+            prefix_hash: The sender's prefix hash after ``tokens``.
         """
         if base > len(self):
             return Extension.GAP
         new = tokens[len(self) - base :]
         if not new:
-            return Extension.NOTHING_NEW if self.has(mark) else Extension.MISMATCH
+            return Extension.NOTHING_NEW if self.has(prefix_hash) else Extension.MISMATCH
         old = len(self)
         self.extend(new)
-        if self.mark() == mark:
+        if self.prefix_hash() == prefix_hash:
             return Extension.EXTENDED
         own, num_before = self._part
         own.truncate(old - num_before)
         if self._digests is not None:
             self._digests.forget(old - len(self.prompt))
-        self._marks = {}
+        self._prefix_hashes = {}
         return Extension.MISMATCH
 
     def _digest(self, length: int) -> int:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from specdec.core.log import Mark
+from specdec.core.log import PrefixHash
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Finish, PackedLogprobs, SpeculationMode, TokenLogprobs, Tokens
 
 
-class Inc(NamedTuple):
+class Epoch(NamedTuple):
     """An incarnation of a sequence on a worker; compared as a pair.
 
     Attributes:
@@ -162,9 +162,9 @@ class Plan(Struct, frozen=True, array_like=True):
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
-        mode: ``sequential``: draft for the newest mark only; else draft ahead while the target verifies. Whether
+        mode: ``sequential``: draft for the newest prefix_hash only; else draft ahead while the target verifies. Whether
             that is ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
-        draft_wait_s: In turn, how long the target may hold a row back for an offer; 0 goes on plainly at once.
+        draft_wait_s: In turn, how long the target may hold a sequence back for an offer; 0 goes on plainly at once.
     """
 
     num_draft_tokens: int = 0
@@ -226,12 +226,12 @@ class NewTokens(Struct, frozen=True, array_like=True, tag=True):
     base: int
     tokens: Tokens
     notes: Notes
-    mark: Mark
+    prefix_hash: PrefixHash
     plan: Plan | None = None
 
 
 class End(Struct, frozen=True, array_like=True, tag=True):
-    """Router to ingress: the sequence is finished at ``mark``; the ingress ends only when it has it.
+    """Router to ingress: the sequence is finished at ``prefix_hash``; the ingress ends only when it has it.
 
     Attributes:
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
@@ -239,7 +239,7 @@ class End(Struct, frozen=True, array_like=True, tag=True):
 
     seq: str
     attempt: int
-    mark: Mark
+    prefix_hash: PrefixHash
     finish: Finish
     reason: str = ""
 
@@ -263,12 +263,12 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
         prompt: As in :class:`Submit`.
         fingerprint: What the worker must be: the fingerprint of everything that decides tokens, or, where it is to
             draft, that of the vocabulary (rule 14).
-        suspects: Name of the group that it is on probation with: only these share a step until each has taken one
+        suspects: Name of the group that it is in quarantine with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
     """
 
     seq: str
-    inc: Inc
+    epoch: Epoch
     router: str
     prompt: SharedTokens
     spec: SequenceSpec
@@ -284,17 +284,17 @@ class Verdict(Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         base: Length of the log before ``tokens``.
-        mark: Mark of the target's log after ``tokens``.
+        prefix_hash: PrefixHash of the target's log after ``tokens``.
         finish: Why the sequence ended, if it did.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
     """
 
     seq: str
-    inc: Inc
+    epoch: Epoch
     base: int
     tokens: Tokens
     notes: Notes
-    mark: Mark
+    prefix_hash: PrefixHash
     finish: Finish | None = None
     reason: str = ""
 
@@ -303,7 +303,7 @@ class Ack(Struct, frozen=True, array_like=True, tag=True):
     """Router to target: the log is recorded up to ``length``; gives credit."""
 
     seq: str
-    inc: Inc
+    epoch: Epoch
     length: int
 
 
@@ -311,10 +311,10 @@ class Commit(Struct, frozen=True, array_like=True, tag=True):
     """Router to drafter: tokens committed since the last one it is known to have."""
 
     seq: str
-    inc: Inc
+    epoch: Epoch
     base: int
     tokens: Tokens
-    mark: Mark
+    prefix_hash: PrefixHash
 
 
 class Candidates(NamedTuple):
@@ -337,12 +337,12 @@ class Outcome(NamedTuple):
 
 
 class Offer(Struct, frozen=True, array_like=True, tag=True):
-    """Drafter to target, through the router: what may follow ``mark``.
+    """Drafter to target, through the router: what may follow ``prefix_hash``.
 
     Attributes:
-        chain: Draft tokens from ``mark`` on.
+        chain: Draft tokens from ``prefix_hash`` on.
         branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
-            would be mark + chain[:n] + (token,), and the branch's chain would go on from there.
+            would be prefix_hash + chain[:n] + (token,), and the branch's chain would go on from there.
         candidates: Under the rejection rule, what each token of ``chain`` was drawn from; else empty.
         branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
             else empty. The outcome's own token was not drawn, and has none.
@@ -350,8 +350,8 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
     """
 
     seq: str
-    inc: Inc
-    mark: Mark
+    epoch: Epoch
+    prefix_hash: PrefixHash
     chain: Tokens
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
     candidates: tuple[Candidates, ...] = ()
@@ -363,7 +363,7 @@ class PlanUpdate(Struct, frozen=True, array_like=True, tag=True):
     """Router to worker: the controller has chosen anew."""
 
     seq: str
-    inc: Inc
+    epoch: Epoch
     plan: Plan
 
 
@@ -371,7 +371,7 @@ class Close(Struct, frozen=True, array_like=True, tag=True):
     """Router to worker: forget this sequence."""
 
     seq: str
-    inc: Inc
+    epoch: Epoch
 
 
 class Live(Struct, frozen=True, array_like=True, tag=True):
@@ -382,7 +382,7 @@ class Live(Struct, frozen=True, array_like=True, tag=True):
     """
 
     router: str
-    entries: tuple[tuple[str, Inc], ...]
+    entries: tuple[tuple[str, Epoch], ...]
     lease_s: float = 0.0
 
 
@@ -391,7 +391,7 @@ class Resync(Struct, frozen=True, array_like=True, tag=True):
 
     worker: str
     seq: str
-    inc: Inc
+    epoch: Epoch
     have: int
     why: str
 

@@ -2,21 +2,21 @@
 
 The target commits tokens; the router has the log of record; the drafter says nothing that must be true or in time;
 the ingress has the request and what its client got. Messages may be lost, doubled, delayed and reordered, and every
-process may die at any moment. ``inc`` is the incarnation under which a sequence is open on a worker, ``mark`` a length
-of its log and the hash of it. The rules, by the numbers under which other modules name them:
+process may die at any moment. ``epoch`` counts the openings of a sequence on a worker; ``prefix_hash`` is a length of
+its log and the hash of that many tokens. The rules, by the numbers under which other modules name them:
 
-1. No rewind: no message has a target take back a committed token under the current inc.
+1. No rewind: no message has a target take back a committed token under the current epoch.
 2. Append once, and check: of a verdict the router takes what is beyond its own log, if the result has the verdict's
-   mark; else it opens the sequence anew. The ingress does the same with new tokens.
-3. Credit: a target commits a bounded number of tokens beyond the last acknowledgement, then the row pauses.
-4. To open is idempotent; a closed sequence leaves a tombstone, which only a newer inc passes.
+   prefix hash; else it opens the sequence anew. The ingress does the same with new tokens.
+3. Credit: a target commits a bounded number of tokens beyond the last acknowledgement, then the sequence pauses.
+4. To open is idempotent; a closed sequence leaves a tombstone, which only a newer epoch passes.
 5. Leases are per sequence, renewed for those that an ingress still wants; with them end blocks, slots and branches.
-6. An offer is used if its inc is current and its chain, or a branch, agrees with all that was committed since its mark;
-   what remains of it is the draft.
+6. An offer is used if its epoch is current and its chain, or a branch, agrees with all that was committed since its
+   prefix; what remains of it is the draft.
 7. Who lost its cache to others is not unknown: a target keeps the log and reads it again; a drafter short of room drops
    branches first, then chains, and says so.
 8. After a target's death its sequences are opened elsewhere from the router's log; after a router's death the ingress
-   submits them again with the tokens it has; after a drafter's death rows go on plainly.
+   submits them again with the tokens it has; after a drafter's death sequences go on plainly.
 9. Under the rejection rule no branch is chosen by a token that is still to be drawn: that would bias the draw.
    Nor does what was drawn for a draft decide whether, or how far, it is verified.
 10. A drafter draws by the same pipeline as the target. That is for acceptance; exactness never depends on it.

@@ -13,7 +13,7 @@ from specdec.core.messages import Close, Message, Open
 from specdec.core.types import Fingerprints
 from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.leases import Outbox, label, labels
-from specdec.protocol.sessions import Probation, RouterCounters, Session, WorkerLink
+from specdec.protocol.sessions import Quarantine, RouterCounters, Session, WorkerLink
 
 BLOCK_TOKENS = 32
 """Prefixes are distinguished at each multiple of this. Workers' cache blocks may have another size."""
@@ -31,7 +31,7 @@ def block_digests(log: TokenLog, salt: str) -> list[int]:
     """A digest of each prefix of whole blocks, the shortest first; prefixes are shared only under the same salt."""
     count = min(len(log) // BLOCK_TOKENS, MOST_COMPARED)
     digests = log.prompt.block_digests(BLOCK_TOKENS, MOST_COMPARED)[:count]  # once for all samples of a prompt
-    digests += [log.mark(BLOCK_TOKENS * number).digest for number in range(len(digests) + 1, count + 1)]
+    digests += [log.prefix_hash(BLOCK_TOKENS * number).digest for number in range(len(digests) + 1, count + 1)]
     own = hash(salt)
     return [digest ^ own for digest in digests]
 
@@ -103,7 +103,7 @@ def choose_router(loads: Mapping[str, int], log: TokenLog, salt: str, seq: str, 
     if len(loads) == 1:
         return next(iter(loads))
     lengths = (BLOCK_TOKENS * count for count in ROUTER_BLOCKS)
-    key = next((str(log.mark(length).digest) for length in lengths if length <= len(log)), seq)
+    key = next((str(log.prefix_hash(length).digest) for length in lengths if length <= len(log)), seq)
     most = min(loads.values()) + slack
     able = [name for name, load in loads.items() if load <= most]
     return max(able, key=lambda name: (crc32(f"{salt}/{key}/{name}".encode()), name))
@@ -250,7 +250,7 @@ class Dispatcher:
         router: Its name.
         outbox: Where messages for workers are put.
         counters: Of the router.
-        probation: Its suspects.
+        quarantine: Its suspects.
         lease_s: For which sequences are opened.
         fingerprints: Of the models that workers must have (rule 14).
 
@@ -264,14 +264,14 @@ class Dispatcher:
         router: str,
         outbox: Outbox,
         counters: RouterCounters,
-        probation: Probation,
+        quarantine: Quarantine,
         lease_s: float,
         fingerprints: Fingerprints,
     ) -> None:
         self._router = router
         self._outbox = outbox
         self._counters = counters
-        self._probation = probation
+        self._quarantine = quarantine
         self.lease_s = lease_s
         self._fingerprints = fingerprints
         self.workers = WorkerPool(counters)
@@ -309,7 +309,7 @@ class Dispatcher:
             return
         for member in group.members:
             self.workers.detach(member.target)
-        self._probation.put_back(group)
+        self._quarantine.put_back(group)
 
     def open(self, session: Session, link: WorkerLink, now_s: float) -> None:
         """Tell a session's worker the whole of it."""
@@ -321,7 +321,7 @@ class Dispatcher:
         group = session.suspects if is_deciding else None
         message = Open(
             session.seq,
-            session.link_inc(link),
+            session.link_epoch(link),
             self._router,
             session.log.prompt,
             session.spec,
@@ -335,13 +335,13 @@ class Dispatcher:
 
     def close(self, session: Session, link: WorkerLink) -> None:
         """Close what is open on a link; the tombstone there keeps out what is not newer."""
-        self.send(link, Close(session.seq, session.link_inc(link)))
+        self.send(link, Close(session.seq, session.link_epoch(link)))
         self.workers.detach(link)
 
     def close_all(self, session: Session) -> None:
         """Close what is open of a session."""
         session.end_span()
-        self._probation.leave(session)
+        self._quarantine.leave(session)
         has_output = len(session.log) > session.spec.output_start
         if has_output and session.finish != "error":
             self.workers.has_read(session)
@@ -378,15 +378,15 @@ class Dispatcher:
             self.workers.detach(session.target)
         if decided:
             logger.warning("The worker %s is lost; to be opened elsewhere: %s", name, labels(decided))
-        at_fault = self._probation.failed(name, decided, is_only_one=is_only_one)
+        at_fault = self._quarantine.failed(name, decided, is_only_one=is_only_one)
         self._counters.num_suspects += len(decided) - len(at_fault)
         return at_fault
 
     def try_suspects(self, now_s: float) -> None:
         """Open a group of suspects on each worker that has none, the least loaded first."""
-        for kind in _KINDS if self._probation.is_waiting else ():
-            while (name := self.workers.least_loaded(kind, self._probation.taken)) is not None:
-                group = self._probation.next_for(name, kind)
+        for kind in _KINDS if self._quarantine.is_waiting else ():
+            while (name := self.workers.least_loaded(kind, self._quarantine.taken)) is not None:
+                group = self._quarantine.next_for(name, kind)
                 if group is None:
                     break
                 self._counters.num_reopened += len(group.members)
@@ -410,5 +410,5 @@ class Dispatcher:
 
 
 def _is_suspected(session: Session, link: WorkerLink) -> bool:
-    """Whether a link waits for its group's turn, or is on probation with it."""
+    """Whether a link waits for its group's turn, or is in quarantine with it."""
     return link is session.target and session.suspects is not None

@@ -361,4 +361,4 @@ class DraftSequence(WorkerSequence):
                 if drawn:
                     candidates.append(branch.path.candidates(branch.num_offered))
         offered = tuple(self.path.tokens), tuple(branches), drawn, tuple(candidates), intervals
-        return Offer(self.seq, self.inc, self.log.mark(), *offered)
+        return Offer(self.seq, self.epoch, self.log.prefix_hash(), *offered)

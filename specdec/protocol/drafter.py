@@ -67,8 +67,8 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
     token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
     outcomes of that verification get a chain each. The verdict promotes one branch, or none, and frees its siblings.
 
-    It does not die of a sequence: one whose row fails, or whose step fails twice when it is alone in it, is drafted
-    for no more, and the target goes on with it plainly.
+    It does not die of a sequence: one that fails, or whose step fails twice when it is alone in it, is drafted for no
+    more, and the target goes on with it plainly.
 
     Args:
         name: By which its peers know it.
@@ -106,22 +106,22 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
             DeviceLostError: The backend can no longer be used.
         """
         self._expire(now_s)
-        rows = sorted(self._rows, key=attrgetter("priority"))
-        self._share_branches(rows)
-        for row in rows:
-            self._branch_out(row)
-        tasks = self._tasks(rows)
+        sequences = sorted(self._sequences, key=attrgetter("priority"))
+        self._share_branches(sequences)
+        for sequence in sequences:
+            self._branch_out(sequence)
+        tasks = self._tasks(sequences)
         self._num_waiting = 0
-        drafting = list({row.seq: row for row, _, _, _ in tasks}.values())
+        drafting = list({sequence.seq: sequence for sequence, _, _, _ in tasks}.values())
         worked = any(self._draft(batch, tasks) for batch in self._groups.batches(drafting))
         if not worked:
             self._backend.rest()
-        for row in rows:
-            if row.is_due:
-                self._outbox.put(row.router, row.take_offer())
+        for sequence in sequences:
+            if sequence.is_due:
+                self._outbox.put(sequence.router, sequence.take_offer())
                 self.counters.num_offers += 1
-                if row.span is not None:
-                    row.span.add(num_offers=1)
+                if sequence.span is not None:
+                    sequence.span.add(num_offers=1)
         if worked:
             self.counters.num_steps += 1
         return worked
@@ -131,22 +131,26 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         metrics = super().metrics()
         metrics.update({f.name: float(getattr(self.counters, f.name)) for f in fields(self.counters)})
         metrics["num_waiting_sequences"] = float(self._num_waiting)
-        metrics["num_branches_held"] = float(sum(len(row.branches) for row in self._rows))
+        metrics["num_branches_held"] = float(sum(len(sequence.branches) for sequence in self._sequences))
         return metrics
 
     # What is drafted.
 
-    def _tasks(self, rows: Sequence[DraftSequence]) -> list[Task]:
+    def _tasks(self, sequences: Sequence[DraftSequence]) -> list[Task]:
         """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
-        tasks: list[Task] = [(row, None, row.path, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
-        for row in rows:
-            if row.branches:
-                tasks += [(row, branch, branch.path, job) for branch, job in row.growing_branches()]
+        tasks: list[Task] = [
+            (sequence, None, sequence.path, sequence.chain_job())
+            for sequence in sequences
+            if len(sequence.path) < sequence.num_wanted
+        ]
+        for sequence in sequences:
+            if sequence.branches:
+                tasks += [(sequence, branch, branch.path, job) for branch, job in sequence.growing_branches()]
         return tasks
 
-    def _draft(self, rows: Sequence[DraftSequence], tasks: Sequence[Task]) -> bool:
-        """A step of the backend for these rows; what goes wrong in it is contained, but for the loss of its device."""
-        names = {row.seq for row in rows}
+    def _draft(self, sequences: Sequence[DraftSequence], tasks: Sequence[Task]) -> bool:
+        """A step of the backend for these; what goes wrong in it is contained, but for the loss of its device."""
+        names = {sequence.seq for sequence in sequences}
         tasks = [task for task in tasks if task[0].seq in names]
         if not tasks:
             return False
@@ -158,7 +162,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         except DeviceLostError:
             raise
         except Exception as error:
-            self._contain(rows, error)
+            self._contain(sequences, error)
             return True
         return self._take(tasks, proposals)
 
@@ -168,7 +172,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         failed: list[DraftSequence] = []
         suspects: dict[str, DraftSequence] = {}
         timed: dict[str, DraftSequence] = {}
-        for (row, branch, _, job), proposal in zip(tasks, proposals, strict=True):
+        for (sequence, branch, _, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
             if is_waiting:
                 num_waiting += 1
@@ -177,169 +181,169 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
             if branch is not None:
                 branch.is_waiting = is_waiting
             elif not is_waiting:
-                row.agreed = len(job.tokens)
-            if (row.spec.wants_times or row.span is not None) and not is_waiting:
-                timed[row.seq] = row
+                sequence.agreed = len(job.tokens)
+            if (sequence.spec.wants_times or sequence.span is not None) and not is_waiting:
+                timed[sequence.seq] = sequence
             if proposal.status is Status.FAILED:
-                failed.append(row)
+                failed.append(sequence)
             elif proposal.status is Status.SUSPECT:
-                suspects[row.seq] = row
+                suspects[sequence.seq] = sequence
             if proposal.token is not None:
-                count = row.take(branch, proposal)
+                count = sequence.take(branch, proposal)
                 self.counters.num_proposed_tokens += count
-                if row.span is not None:
-                    row.span.add(num_proposed_tokens=count)
-                self._groups.passed(row)
-        for row in failed:
-            self._skip(row)
-        for row in suspects.values():
-            self._suspect([row])
+                if sequence.span is not None:
+                    sequence.span.add(num_proposed_tokens=count)
+                self._groups.passed(sequence)
+        for sequence in failed:
+            self._skip(sequence)
+        for sequence in suspects.values():
+            self._suspect([sequence])
         if self._last_interval is not None and timed:
             interval = self._last_interval()
-            for row in timed.values():
-                if row.spec.wants_times:
-                    row.intervals.append(interval)
-                if row.span is not None:
-                    row.span.add(step_us=microseconds(interval))
+            for sequence in timed.values():
+                if sequence.spec.wants_times:
+                    sequence.intervals.append(interval)
+                if sequence.span is not None:
+                    sequence.span.add(step_us=microseconds(interval))
         return num_waiting < len(proposals)
 
-    def _contain(self, rows: Sequence[DraftSequence], error: Exception) -> None:
+    def _contain(self, sequences: Sequence[DraftSequence], error: Exception) -> None:
         """A step has failed: who was alone in it twice is drafted for no more, and all others are suspects."""
         self.counters.num_failed_steps += 1
-        logger.error("A draft step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
-        self._suspect(rows)
+        logger.error("A draft step of %d sequences failed: %s", len(sequences), labels(sequences), exc_info=error)
+        self._suspect(sequences)
 
-    def _suspect(self, rows: Sequence[DraftSequence]) -> None:
-        for row in rows:
-            self._free(row)
-        if len(rows) == 1 and is_at_fault(rows[0]):
-            self._skip(rows[0])
+    def _suspect(self, sequences: Sequence[DraftSequence]) -> None:
+        for sequence in sequences:
+            self._free(sequence)
+        if len(sequences) == 1 and is_at_fault(sequences[0]):
+            self._skip(sequences[0])
         else:
-            self._groups.divide(rows)
+            self._groups.divide(sequences)
 
-    def _skip(self, row: DraftSequence) -> None:
+    def _skip(self, sequence: DraftSequence) -> None:
         """Draft nothing more for a sequence; the target decodes it plainly."""
-        if not row.is_skipped:
+        if not sequence.is_skipped:
             self.counters.num_skipped_sequences += 1
-            logger.info("The sequence %s is drafted for no more", label(row))
-        self._groups.passed(row)
-        row.skip()
-        self._free(row)
+            logger.info("The sequence %s is drafted for no more", label(sequence))
+        self._groups.passed(sequence)
+        sequence.skip()
+        self._free(sequence)
 
-    def _free(self, row: DraftSequence) -> None:
-        self._drop_branches(row)
-        self._backend.release(row.seq)
-        row.agreed = 0
+    def _free(self, sequence: DraftSequence) -> None:
+        self._drop_branches(sequence)
+        self._backend.release(sequence.seq)
+        sequence.agreed = 0
 
     # Branches.
 
-    def _share_branches(self, rows: Sequence[DraftSequence]) -> None:
+    def _share_branches(self, sequences: Sequence[DraftSequence]) -> None:
         """Each sequence gets the same share of the branches in all; what it holds already, it keeps."""
-        most = branch_share(sum(row.wants_branches for row in rows), self._branches_in_all)
-        for row in rows:
-            row.bound_branches(most)
+        most = branch_share(sum(sequence.wants_branches for sequence in sequences), self._branches_in_all)
+        for sequence in sequences:
+            sequence.bound_branches(most)
 
-    def _branch_out(self, row: DraftSequence) -> None:
+    def _branch_out(self, sequence: DraftSequence) -> None:
         """Fork what the fan-out allows and the chain's guesses name by now."""
-        if not row.has_branches:
-            self._drop_branches(row)
+        if not sequence.has_branches:
+            self._drop_branches(sequence)
             return
-        offered = min(row.plan.num_draft_tokens, row.num_offered)
-        if row.num_verified < offered and row.is_complete and not row.has_news:
+        offered = min(sequence.plan.num_draft_tokens, sequence.num_offered)
+        if sequence.num_verified < offered and sequence.is_complete and not sequence.has_news:
             # Nothing else is left to do for this verification: the next one is of what was offered in the meantime.
-            row.num_verified = offered
-        missing = row.num_branches - len(row.branches)
-        named = len(row.log), row.num_verified, min(len(row.path), row.num_verified + 1)
-        if missing <= 0 or named == row.forked_for:
+            sequence.num_verified = offered
+        missing = sequence.num_branches - len(sequence.branches)
+        named = len(sequence.log), sequence.num_verified, min(len(sequence.path), sequence.num_verified + 1)
+        if missing <= 0 or named == sequence.forked_for:
             return
-        row.forked_for = named
-        for outcome in row.likely_outcomes():
-            if row.fork(outcome) is not None:
+        sequence.forked_for = named
+        for outcome in sequence.likely_outcomes():
+            if sequence.fork(outcome) is not None:
                 self.counters.num_branches_forked += 1
                 missing -= 1
                 if not missing:
                     return
 
-    def _drop_branches(self, row: DraftSequence, before: int | None = None) -> None:
+    def _drop_branches(self, sequence: DraftSequence, before: int | None = None) -> None:
         """Free all branches, or those of positions ``before`` one."""
-        for place, branch in list(row.branches.items()):
+        for place, branch in list(sequence.branches.items()):
             if before is None or branch.position < before:
-                del row.branches[place]
+                del sequence.branches[place]
                 self.counters.num_branch_tokens_wasted += len(branch.path)
                 if branch.is_begun:
                     self._backend.release(branch.key)
 
     # What is committed.
 
-    def _new_row(self, message: Open, now_s: float) -> DraftSequence:
+    def _new_sequence(self, message: Open, now_s: float) -> DraftSequence:
         return DraftSequence(message, self._backend.max_model_len)
 
     def _on_open(self, message: Open, now_s: float) -> None:
-        held = self._rows.get(message.seq)
+        held = self._sequences.get(message.seq)
         super()._on_open(message, now_s)
-        if held is not None and self._rows.get(message.seq) is not held:
+        if held is not None and self._sequences.get(message.seq) is not held:
             self._drop_branches(held)
 
     def _on_other(self, message: Message, now_s: float) -> None:
         if not isinstance(message, Commit):
             return
-        row = self._rows.current(message.seq, message.inc)
-        if row is None:
+        sequence = self._sequences.current(message.seq, message.epoch)
+        if sequence is None:
             return
-        length = len(row.log)
-        match row.log.extend_to(message.base, message.tokens, message.mark):
+        length = len(sequence.log)
+        match sequence.log.extend_to(message.base, message.tokens, message.prefix_hash):
             case Extension.EXTENDED:
-                self._follow(row, length)
-                self._begin_round(row)
+                self._follow(sequence, length)
+                self._begin_round(sequence)
             case Extension.GAP | Extension.MISMATCH as problem:
-                self._resync(row.router, row.seq, row.inc, problem.value)
+                self._resync(sequence.router, sequence.seq, sequence.epoch, problem.value)
 
-    def _follow(self, row: DraftSequence, old_length: int) -> None:
+    def _follow(self, sequence: DraftSequence, old_length: int) -> None:
         """Keep of chain and branches what follows the tokens just committed; drop what differs."""
-        length = len(row.log)
-        start = self._advance(row, old_length)
+        length = len(sequence.log)
+        start = self._advance(sequence, old_length)
         if start < length:
-            branch = row.branches.pop((start, int(row.log.tokens[start])), None)
-            self._drop_branches(row)
+            branch = sequence.branches.pop((start, int(sequence.log.tokens[start])), None)
+            self._drop_branches(sequence)
             if branch is not None:
-                self._promote(row, branch)
-                start = self._advance(row, branch.position + 1)
+                self._promote(sequence, branch)
+                start = self._advance(sequence, branch.position + 1)
         if start < length:
-            self.counters.num_discarded_tokens += len(row.path)
-            row.drop_chain(start)
-        self._drop_branches(row, before=length)
-        row.offered_end = max(row.offered_end, length)
+            self.counters.num_discarded_tokens += len(sequence.path)
+            sequence.drop_chain(start)
+        self._drop_branches(sequence, before=length)
+        sequence.offered_end = max(sequence.offered_end, length)
 
-    def _advance(self, row: DraftSequence, start: int) -> int:
+    def _advance(self, sequence: DraftSequence, start: int) -> int:
         """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is.
 
         Under the coupled rule a draft token is accepted if and only if it is the one that is decided, verified or not.
         """
-        end = row.advance(start)
+        end = sequence.advance(start)
         self.counters.num_kept_tokens += end - start
-        if row.span is not None:
-            row.span.add(num_kept_tokens=end - start)
-        if row.spec.sampling.acceptance == "coupled":
+        if sequence.span is not None:
+            sequence.span.add(num_kept_tokens=end - start)
+        if sequence.spec.sampling.acceptance == "coupled":
             self.counters.num_right_tokens += end - start
-            if end < len(row.log) and len(row.path) > 0:
+            if end < len(sequence.log) and len(sequence.path) > 0:
                 self.counters.num_wrong_tokens += 1
         return end
 
-    def _promote(self, row: DraftSequence, branch: Branch) -> None:
+    def _promote(self, sequence: DraftSequence, branch: Branch) -> None:
         """The branch is the chain from now on. What either held agrees up to the outcome's token, at least."""
         self.counters.num_promoted += 1
-        self.counters.num_discarded_tokens += len(row.path)
-        row.take_over(branch)
+        self.counters.num_discarded_tokens += len(sequence.path)
+        sequence.take_over(branch)
         if branch.is_begun:
-            self._backend.rename(branch.key, row.seq)
+            self._backend.rename(branch.key, sequence.seq)
 
-    def _begin_round(self, row: DraftSequence) -> None:
+    def _begin_round(self, sequence: DraftSequence) -> None:
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
-        row.num_verified = min(row.plan.num_draft_tokens, row.num_offered)
+        sequence.num_verified = min(sequence.plan.num_draft_tokens, sequence.num_offered)
 
-    def _dropped(self, row: DraftSequence | None) -> None:
-        if row is not None:
-            self._free(row)
+    def _dropped(self, sequence: DraftSequence | None) -> None:
+        if sequence is not None:
+            self._free(sequence)
 
 
 class DraftWorkerMachine:

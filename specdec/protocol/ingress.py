@@ -189,11 +189,11 @@ class IngressMachine:
                 request = self._current(seq, attempt)
                 if request is not None:
                     self._on_tokens(request, message, now_s)
-            case End(seq, attempt, mark, finish, reason):
+            case End(seq, attempt, prefix_hash, finish, reason):
                 request = self._current(seq, attempt)
-                if request is not None and request.log.mark() == mark:
+                if request is not None and request.log.prefix_hash() == prefix_hash:
                     self._finish(request, finish, reason)
-                elif request is not None and mark.length <= len(request.log):
+                elif request is not None and prefix_hash.length <= len(request.log):
                     self._submit(request, now_s)  # another life of a router has used this attempt
             case Gone(seq, attempt, why):
                 request = self._current(seq, attempt)
@@ -232,7 +232,7 @@ class IngressMachine:
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
         request.heard_s = now_s
         length = len(request.log)
-        match request.log.extend_to(message.base, message.tokens, message.mark):
+        match request.log.extend_to(message.base, message.tokens, message.prefix_hash):
             case Extension.EXTENDED:
                 new = request.log.tail(length)
                 notes = message.notes.last(len(new))

@@ -1,4 +1,4 @@
-"""What a process holds for others: one row per sequence, under a lease, and a tombstone after it.
+"""What a process holds for others: sequences, each under a lease, with a tombstone after it.
 
 How log lines name sequences: by ``seq``, and by the client's request, for whoever looks for that.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from specdec.core.messages import Inc, Interval, Message
+from specdec.core.messages import Epoch, Interval, Message
 from specdec.core.params import SequenceSpec
 
 
@@ -66,79 +66,79 @@ class Outbox:
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class LeasedSequence:
     """What is held for one sequence."""
 
     seq: str
-    inc: Inc
+    epoch: Epoch
     lease_s: float
     lease_until_s: float = field(default=0.0, init=False)
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=LeasedSequence)
 
 
-class LeasedRows(Generic[R]):
-    """Rows under leases and tombstones: rules 4 and 5 of the protocol, the same for routers, targets and drafters."""
+class LeasedSequences(Generic[R]):
+    """Sequences under leases and tombstones: rules 4 and 5 of the protocol, for routers, targets and drafters."""
 
     def __init__(self, tombstone_s: float) -> None:
         self._tombstone_s = tombstone_s
-        self._rows: dict[str, R] = {}
-        self._tombstones: dict[str, tuple[Inc, float]] = {}
+        self._sequences: dict[str, R] = {}
+        self._tombstones: dict[str, tuple[Epoch, float]] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sequences)
 
     def __iter__(self) -> Iterator[R]:
-        return iter(list(self._rows.values()))
+        return iter(list(self._sequences.values()))
 
     def get(self, seq: str) -> R | None:
-        """The row of a sequence under whatever inc."""
-        return self._rows.get(seq)
+        """A sequence under any epoch."""
+        return self._sequences.get(seq)
 
-    def current(self, seq: str, inc: Inc) -> R | None:
-        """The row of a sequence, if it is held under exactly this inc."""
-        row = self._rows.get(seq)
-        return row if row is not None and row.inc == inc else None
+    def current(self, seq: str, epoch: Epoch) -> R | None:
+        """A sequence, if it is held under exactly this epoch."""
+        sequence = self._sequences.get(seq)
+        return sequence if sequence is not None and sequence.epoch == epoch else None
 
-    def renew(self, row: R, now_s: float) -> None:
-        """Somebody still wants this row."""
-        row.lease_until_s = now_s + row.lease_s
+    def renew(self, sequence: R, now_s: float) -> None:
+        """Somebody still wants this sequence."""
+        sequence.lease_until_s = now_s + sequence.lease_s
 
-    def admit(self, row: R, now_s: float) -> R | None:
-        """Take a row in, unless it is known or buried under the same or a newer inc.
+    def admit(self, sequence: R, now_s: float) -> R | None:
+        """Take a sequence in, unless it is known or buried under the same or a newer epoch.
 
         Returns:
-            The row that it is now held in: ``row`` itself. None if it was refused; the lease of a row held under the
-            same inc is then renewed.
+            ``sequence`` itself, which is held now. None if it was refused; one that is held under the same epoch is
+            then renewed.
         """
-        held = self._rows.get(row.seq)
-        if held is not None and row.inc <= held.inc:
-            if row.inc == held.inc:
+        held = self._sequences.get(sequence.seq)
+        if held is not None and sequence.epoch <= held.epoch:
+            if sequence.epoch == held.epoch:
                 self.renew(held, now_s)
             return None
-        if held is None and self._is_buried(row.seq, row.inc, now_s):
+        if held is None and self._is_buried(sequence.seq, sequence.epoch, now_s):
             return None
-        self._rows[row.seq] = row
-        self.renew(row, now_s)
-        return row
+        self._sequences[sequence.seq] = sequence
+        self.renew(sequence, now_s)
+        return sequence
 
-    def drop(self, seq: str, inc: Inc, now_s: float) -> R | None:
-        """Bury a sequence under ``inc``; frees the row held under the same or an older one, and returns it."""
-        held = self._rows.get(seq)
-        if held is not None and inc < held.inc:
+    def drop(self, seq: str, epoch: Epoch, now_s: float) -> R | None:
+        """Bury a sequence under ``epoch``; frees the sequence held under the same or an older one, and returns it."""
+        held = self._sequences.get(seq)
+        if held is not None and epoch < held.epoch:
             return None
         buried = self._tombstones.get(seq)
-        if buried is None or buried[1] < now_s or inc >= buried[0]:
+        if buried is None or buried[1] < now_s or epoch >= buried[0]:
             self._tombstones.pop(seq, None)  # the oldest stay in front
-            self._tombstones[seq] = inc, now_s + self._tombstone_s
-        return self._rows.pop(seq, None)
+            self._tombstones[seq] = epoch, now_s + self._tombstone_s
+        return self._sequences.pop(seq, None)
 
     def expire(self, now_s: float) -> list[R]:
-        """Bury all rows whose lease has run out; forgets tombstones that have stood long enough."""
-        expired = [row for row in self._rows.values() if row.lease_until_s < now_s]
-        for row in expired:
-            self.drop(row.seq, row.inc, now_s)
+        """Bury all sequences whose lease has run out; forgets tombstones that have stood long enough."""
+        expired = [sequence for sequence in self._sequences.values() if sequence.lease_until_s < now_s]
+        for sequence in expired:
+            self.drop(sequence.seq, sequence.epoch, now_s)
         while self._tombstones:
             seq = next(iter(self._tombstones))
             if self._tombstones[seq][1] >= now_s:
@@ -146,16 +146,16 @@ class LeasedRows(Generic[R]):
             del self._tombstones[seq]
         return expired
 
-    def _is_buried(self, seq: str, inc: Inc, now_s: float) -> bool:
+    def _is_buried(self, seq: str, epoch: Epoch, now_s: float) -> bool:
         tombstone = self._tombstones.get(seq)
-        return tombstone is not None and now_s <= tombstone[1] and inc <= tombstone[0]
+        return tombstone is not None and now_s <= tombstone[1] and epoch <= tombstone[0]
 
 
 _MOST_NAMED = 16
 
 
 class Named(Protocol):
-    """A request, a session or a row."""
+    """A request, a session or a sequence."""
 
     seq: str
     spec: SequenceSpec

@@ -11,8 +11,8 @@ from specdec.core.messages import (
     Cancel,
     Commit,
     End,
+    Epoch,
     Gone,
-    Inc,
     Live,
     Message,
     NewTokens,
@@ -29,8 +29,8 @@ from specdec.core.types import UNKNOWN, Fingerprints, Finish
 from specdec.drafting.length.plans import PlanController, Planner, Planning, WorkerKind
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED
-from specdec.protocol.leases import LeasedRows, Outbox, Times, Tracer
-from specdec.protocol.sessions import Probation, RouterCounters, Session, WorkerLink
+from specdec.protocol.leases import LeasedSequences, Outbox, Times, Tracer
+from specdec.protocol.sessions import Quarantine, RouterCounters, Session, WorkerLink
 
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
 
@@ -69,10 +69,10 @@ class RouterMachine:
         self.counters = RouterCounters()
         self.planning = Planning(planner)
         self._times = times
-        self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
+        self._sessions: LeasedSequences[Session] = LeasedSequences(times.tombstone_s)
         self._outbox = Outbox()
-        self.probation = Probation(name, max_reopens)
-        self._dispatcher = Dispatcher(name, self._outbox, self.counters, self.probation, times.lease_s, fingerprints)
+        self.quarantine = Quarantine(name, max_reopens)
+        self._dispatcher = Dispatcher(name, self._outbox, self.counters, self.quarantine, times.lease_s, fingerprints)
         self.workers = self._dispatcher.workers
         self._renewed_s = float("-inf")
 
@@ -151,7 +151,7 @@ class RouterMachine:
             case Want():
                 self._on_want(message, now_s)
             case Cancel(seq, attempt):
-                self._end(self._sessions.drop(seq, Inc(attempt, 0), now_s))
+                self._end(self._sessions.drop(seq, Epoch(attempt, 0), now_s))
             case Verdict():
                 self._on_verdict(message, now_s)
             case Offer():
@@ -202,8 +202,8 @@ class RouterMachine:
         for session in self._sessions if self.is_draining else ():
             link = session.target
             if session.finish is None and link.worker is None and self.workers.least_loaded(link.kind) is None:
-                self._outbox.put(session.ingress, Gone(session.seq, session.inc.attempt, "draining"))
-                self._end(self._sessions.drop(session.seq, session.inc, now_s))
+                self._outbox.put(session.ingress, Gone(session.seq, session.epoch.attempt, "draining"))
+                self._end(self._sessions.drop(session.seq, session.epoch, now_s))
 
     def _review(self, now_s: float) -> None:
         """Ask the controller, and carry out what it has changed."""
@@ -228,14 +228,14 @@ class RouterMachine:
 
     def _send_plan(self, session: Session, link: WorkerLink) -> None:
         link.is_replanned = True
-        self._dispatcher.send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
+        self._dispatcher.send(link, PlanUpdate(session.seq, session.link_epoch(link), session.plan))
 
     def _renew(self, now_s: float) -> None:
-        live: dict[str, list[tuple[str, Inc]]] = {name: [] for name, _ in self.workers}
+        live: dict[str, list[tuple[str, Epoch]]] = {name: [] for name, _ in self.workers}
         for session in self._sessions:
             for link in session.links:
                 if link.worker is not None and now_s - link.opened_s > self._times.renew_grace_s:
-                    live.setdefault(link.worker, []).append((session.seq, session.link_inc(link)))
+                    live.setdefault(link.worker, []).append((session.seq, session.link_epoch(link)))
                     if link.is_replanned:  # nobody acknowledges a plan: it is repeated as long as it holds
                         self._send_plan(session, link)
             if len(session.links) > 1 and session.drafter.length < len(session.log):
@@ -248,7 +248,7 @@ class RouterMachine:
 
     def _on_submit(self, message: Submit, now_s: float) -> None:
         held = self._sessions.get(message.seq)
-        if held is None or held.inc.attempt < message.attempt:
+        if held is None or held.epoch.attempt < message.attempt:
             why = self._refusal(message)
             if why:
                 self._outbox.put(message.ingress, Gone(message.seq, message.attempt, why))
@@ -275,9 +275,9 @@ class RouterMachine:
 
     def _on_want(self, message: Want, now_s: float) -> None:
         session = self._sessions.get(message.seq)
-        if session is None or session.inc.attempt < message.attempt:
+        if session is None or session.epoch.attempt < message.attempt:
             self._outbox.put(message.ingress, Gone(message.seq, message.attempt))
-        elif session.inc.attempt == message.attempt:
+        elif session.epoch.attempt == message.attempt:
             self._sessions.renew(session, now_s)
             if session.client_length < message.have <= len(session.log):
                 session.client_length = message.have
@@ -292,7 +292,7 @@ class RouterMachine:
 
     def _on_verdict(self, message: Verdict, now_s: float) -> None:
         session = self._sessions.get(message.seq)
-        if session is None or session.finish is not None or message.inc != session.link_inc(session.target):
+        if session is None or session.finish is not None or message.epoch != session.link_epoch(session.target):
             self.counters.num_dropped_messages += 1
             return
         before = len(session.log)
@@ -300,7 +300,7 @@ class RouterMachine:
             self._dispatcher.reopen(session, session.target, "another history", now_s)
             return
         if message.tokens or message.finish is not None:
-            self.probation.leave(session)
+            self.quarantine.leave(session)
         else:
             session.is_tried = True
         new = message.notes.last(len(session.log) - before)
@@ -311,29 +311,29 @@ class RouterMachine:
             session.span.add(num_tokens=len(new.provenance))
         self.planning.decided(session.seq, new, now_s)
         # A target that began anew from an older log may fail before it has come to the end of this one.
-        is_at_end = message.finish == "error" or message.mark.length == len(session.log)
+        is_at_end = message.finish == "error" or message.prefix_hash.length == len(session.log)
         is_over = message.finish is not None and is_at_end
         if not is_over and len(session.links) > 1:
             self._commit(session, session.drafter.sent)  # first: what is late here makes the next drafts late
-        self._dispatcher.send(session.target, Ack(message.seq, message.inc, len(session.log)))
+        self._dispatcher.send(session.target, Ack(message.seq, message.epoch, len(session.log)))
         if is_over and message.finish is not None:
             self._finish(session, message.finish, message.reason)
         elif session.sent_length < len(session.log):
             self._send_tokens(session, session.sent_length)
 
     def _takes(self, session: Session, message: Verdict) -> bool:
-        """Rule 2: append once, and check. False where another life of the target has decided under this inc."""
-        extension = session.log.extend_to(message.base, message.tokens, message.mark)
+        """Rule 2: append once, and check. False where another life of the target has decided under this epoch."""
+        extension = session.log.extend_to(message.base, message.tokens, message.prefix_hash)
         return extension in (Extension.EXTENDED, Extension.NOTHING_NEW)
 
     def _on_offer(self, message: Offer) -> None:
         session = self._sessions.get(message.seq)
-        if session is None or session.finish is not None or message.inc != session.link_inc(session.drafter):
+        if session is None or session.finish is not None or message.epoch != session.link_epoch(session.drafter):
             self.counters.num_dropped_messages += 1
             return
-        session.drafter.length = min(message.mark.length, len(session.log))
-        inc = session.link_inc(session.target)
-        self._dispatcher.send(session.target, message if message.inc == inc else replace(message, inc=inc))
+        session.drafter.length = min(message.prefix_hash.length, len(session.log))
+        epoch = session.link_epoch(session.target)
+        self._dispatcher.send(session.target, message if message.epoch == epoch else replace(message, epoch=epoch))
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
         self.counters.num_resyncs[message.why] += 1
@@ -344,7 +344,7 @@ class RouterMachine:
         if session is None:
             return
         for link in session.links:
-            if link.worker == message.worker and message.inc == session.link_inc(link):
+            if link.worker == message.worker and message.epoch == session.link_epoch(link):
                 if message.why in ("draining", "model"):
                     self._dispatcher.refused(session, link, message.why, now_s)
                 else:
@@ -371,19 +371,19 @@ class RouterMachine:
         """Tell the drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
         link = session.drafter
         link.sent = len(session.log)
-        message = Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark())
+        message = Commit(session.seq, session.link_epoch(link), base, session.log.tail(base), session.log.prefix_hash())
         self._dispatcher.send(link, message)
 
     def _send_tokens(self, session: Session, base: int) -> None:
-        """Tokens to the ingress, from ``base`` on; the end goes by itself, bound to a mark."""
-        mark, attempt = session.log.mark(), session.inc.attempt
+        """Tokens to the ingress, from ``base`` on; the end goes by itself, bound to a prefix hash."""
+        prefix_hash, attempt = session.log.prefix_hash(), session.epoch.attempt
         session.sent_length = len(session.log)
         notes = session.notes.last(len(session.log) - base)
         if base < len(session.log) or session.finish is None:
-            message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, mark, session.plan)
+            message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, prefix_hash, session.plan)
             self._outbox.put(session.ingress, message)
         if session.finish is not None:
-            self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish, session.reason))
+            self._outbox.put(session.ingress, End(session.seq, attempt, prefix_hash, session.finish, session.reason))
 
     def _finish(self, session: Session, finish: Finish, reason: str) -> None:
         self._dispatcher.close_all(session)

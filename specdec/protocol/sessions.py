@@ -11,10 +11,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import Inc, Notes, Plan, Submit
+from specdec.core.messages import Epoch, Notes, Plan, Submit
 from specdec.core.types import Finish
 from specdec.drafting.length.plans import WorkerKind
-from specdec.protocol.leases import Row, Span, Tracer, label
+from specdec.protocol.leases import LeasedSequence, Span, Tracer, label
 from specdec.protocol.worker import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, apart
 
 
@@ -35,13 +35,13 @@ class SuspectGroup:
     worker: str | None = None
 
 
-class Probation:
+class Quarantine:
     """The suspects of a router.
 
     A group fails if its worker dies before each of its members has had a token. Other routers may have sequences there,
     so that who was alone in its group is at fault only if the worker had said that its step is next. Twice in a row,
     and the sequence ends. That word may be lost with the worker, so a sequence ends, too, when its worker has died more
-    than ``max_reopens`` times with it alone on probation, or as its only sequence. Shared deaths do not count.
+    than ``max_reopens`` times with it alone in quarantine, or as its only sequence. Shared deaths do not count.
 
     Args:
         router: Name of the router.
@@ -162,18 +162,18 @@ class WorkerLink:
     is_replanned: bool = False
 
 
-class Session(Row):
-    """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own.
+class Session(LeasedSequence):
+    """A sequence's log of record. Its epoch is (attempt, 0); each of its links has an ``n`` of its own.
 
     Attributes:
         client_length: Length that the ingress has acknowledged.
         sent_length: Length up to which it was sent.
         prompt_sent_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
         reason: What went wrong, where it has finished with an error.
-        suspects: The group that it is on probation with; None while it is not suspected.
+        suspects: The group that it is in quarantine with; None while it is not suspected.
         is_tried: Whether the worker has said that its group is about to take its step.
         num_failures: Times in a row that its worker died as it was tried alone.
-        num_deaths: Times that its worker died with it alone on probation, tried or not, or as its only sequence.
+        num_deaths: Times that its worker died with it alone in quarantine, tried or not, or as its only sequence.
         failed_length: Length of the log at the newest of these.
         span: Of it here, from its coming until nothing is open of it; None where its request is not traced.
     """
@@ -195,7 +195,7 @@ class Session(Row):
     )
 
     def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
-        super().__init__(seq=message.seq, inc=Inc(message.attempt, 0), lease_s=lease_s)
+        super().__init__(seq=message.seq, epoch=Epoch(message.attempt, 0), lease_s=lease_s)
         self.ingress = message.ingress
         self.spec = message.spec
         self.plan = plan
@@ -247,9 +247,9 @@ class Session(Row):
         """Whether anything may be drafted for it."""
         return self.finish is None and self.spec.model == "target"
 
-    def link_inc(self, link: WorkerLink) -> Inc:
-        """The inc under which the sequence is open on a link."""
-        return Inc(self.inc.attempt, link.n)
+    def link_epoch(self, link: WorkerLink) -> Epoch:
+        """The epoch under which the sequence is open on a link."""
+        return Epoch(self.epoch.attempt, link.n)
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ _TOKEN_SOURCES: dict[str, TokenSource] = {
 class TargetMachine(WorkerMachine[TargetSequence]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
 
-    No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
+    No message makes it undo a token under the current epoch (rule 1). It needs none to take its next step while it has
     credit (rule 3). An error of one sequence ends that sequence (rule 13). A step that fails as a whole ends none:
     those that were in it are tried again apart from others (rule 16).
     """
@@ -87,11 +87,13 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             DeviceLostError: The backend can no longer be used.
         """
         self._expire(now_s)
-        rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("priority"))
+        sequences = sorted(
+            (sequence for sequence in self._sequences if self._may_go_on(sequence)), key=attrgetter("priority")
+        )
         self._num_waiting = 0
         self._reading = Reading()
         worked = False
-        for batch in self._groups.batches(rows):
+        for batch in self._groups.batches(sequences):
             if self._awaits_ack(batch, now_s):
                 break  # nothing is done until it comes: its arrival wakes whoever drives this machine
             if worked := self._verify(batch, now_s):
@@ -121,44 +123,44 @@ class TargetMachine(WorkerMachine[TargetSequence]):
 
     # A step.
 
-    def _may_go_on(self, row: TargetSequence) -> bool:
+    def _may_go_on(self, sequence: TargetSequence) -> bool:
         # What tells of a prompt is long: it is sent once, and nothing follows it until it has arrived.
-        is_telling = row.notes.prompt_logprobs is not None
-        return row.finish is None and not is_telling and self._credit(row) > 0
+        is_telling = sequence.notes.prompt_logprobs is not None
+        return sequence.finish is None and not is_telling and self._credit(sequence) > 0
 
-    def _credit(self, row: TargetSequence) -> int:
-        return row.acked + self._times.max_unacked_tokens - len(row.log)
+    def _credit(self, sequence: TargetSequence) -> int:
+        return sequence.acked + self._times.max_unacked_tokens - len(sequence.log)
 
-    def _awaits_ack(self, rows: Sequence[TargetSequence], now_s: float) -> bool:
-        """Whether everybody waits for a router to learn that these rows are about to be tried.
+    def _awaits_ack(self, sequences: Sequence[TargetSequence], now_s: float) -> bool:
+        """Whether everybody waits for a router to learn that these sequences are about to be tried.
 
         Before suspects are tried their router hears of it by verdicts without tokens, and acknowledges them: if this
         process dies after it, it was with them alone. Nobody else has a step meanwhile, unless that takes long.
         """
-        unknown = _unknown(rows)
-        for row in unknown:
-            row.announced_s = min(row.announced_s, now_s)
-            if now_s >= row.sent_s + self._times.retry_interval_s:
-                self._send_verdict(row, now_s)
+        unknown = _unknown(sequences)
+        for sequence in unknown:
+            sequence.announced_s = min(sequence.announced_s, now_s)
+            if now_s >= sequence.sent_s + self._times.retry_interval_s:
+                self._send_verdict(sequence, now_s)
         return bool(unknown) and now_s < unknown[0].announced_s + self._times.retry_interval_s
 
-    def _verify(self, rows: Sequence[TargetSequence], now_s: float) -> bool:
+    def _verify(self, sequences: Sequence[TargetSequence], now_s: float) -> bool:
         """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
 
-        Rows of which a router has not acknowledged that they are tried have none.
+        Sequences of which a router has not acknowledged that they are tried have none.
         """
-        if _unknown(rows):
+        if _unknown(sequences):
             return False
         deciding: list[TargetSequence] = []
         jobs: list[VerifyJob] = []
-        for row in rows:
-            draft = self._draft(row, now_s, len(rows))
+        for sequence in sequences:
+            draft = self._draft(sequence, now_s, len(sequences))
             if draft is not None:
-                deciding.append(row)
-                room = 0 if row.suspects else self._room(row)
-                drafted = draft.tokens, row.spec, draft.candidates, draft.source
-                wants_own = self._chooser is None or self._chooser.wants_own(row.spec, len(rows))
-                jobs.append(VerifyJob(row.seq, row.log, *drafted, room, draft.parents, wants_own))
+                deciding.append(sequence)
+                room = 0 if sequence.suspects else self._room(sequence)
+                drafted = draft.tokens, sequence.spec, draft.candidates, draft.source
+                wants_own = self._chooser is None or self._chooser.wants_own(sequence.spec, len(sequences))
+                jobs.append(VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own))
         if not jobs:
             return False
         try:
@@ -168,54 +170,54 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         except Exception as error:
             self._contain(deciding, error)
             return True
-        for row, job, result in zip(deciding, jobs, results, strict=True):
+        for sequence, job, result in zip(deciding, jobs, results, strict=True):
             if result.status is Status.DECIDED:
                 draft = NO_DRAFT._replace(source="chain") if result.is_forced else job.proposed
-                self._commit(row, result, draft, now_s)
+                self._commit(sequence, result, draft, now_s)
             elif result.status is Status.FAILED:
-                self._end_with_error(row, result.reason)
+                self._end_with_error(sequence, result.reason)
             elif result.status is Status.SUSPECT:
-                self._suspect([row], result.reason, had_draft=bool(job.draft))
+                self._suspect([sequence], result.reason, had_draft=bool(job.draft))
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
-    def _commit(self, row: TargetSequence, result: Verification, draft: Draft, now_s: float) -> None:
-        start, run, source = len(row.log), result.run, draft.source
-        if not result.num_drafted and self._wants_draft(row):
+    def _commit(self, sequence: TargetSequence, result: Verification, draft: Draft, now_s: float) -> None:
+        start, run, source = len(sequence.log), result.run, draft.source
+        if not result.num_drafted and self._wants_draft(sequence):
             self.counters.num_late_rounds += 1
-        if row.held_s is not None:
-            self.counters.draft_wait_s += now_s - row.held_s
-        count, row.finish = row.ending.walk(start, run)
-        row.log.extend(run if count == len(run) else run[:count])
-        row.own_draft = result.next_draft
-        if row.foreseen is True:
+        if sequence.held_s is not None:
+            self.counters.draft_wait_s += now_s - sequence.held_s
+        count, sequence.finish = sequence.ending.walk(start, run)
+        sequence.log.extend(run if count == len(run) else run[:count])
+        sequence.own_draft = result.next_draft
+        if sequence.foreseen is True:
             self.counters.num_branch_hits += 1
-        elif row.foreseen is False:
+        elif sequence.foreseen is False:
             self.counters.num_branch_misses += 1
-        row.round_start, row.foreseen, row.held_s = start, None, None
-        if row.finish is not None:
-            self._backend.release(row.seq)
-        self._groups.passed(row)
+        sequence.round_start, sequence.foreseen, sequence.held_s = start, None, None
+        if sequence.finish is not None:
+            self._backend.release(sequence.seq)
+        self._groups.passed(sequence)
         num_accepted = min(result.num_accepted, count)
         num_drafted = [0] * (count - 1) + [result.num_drafted]
         places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
         is_of_tokens = source not in OFFERED | OF_BACKEND
-        if is_of_tokens and result.num_drafted and row.token_drafter is not None:
-            row.token_drafter.judge(result.num_drafted, result.num_accepted)
+        if is_of_tokens and result.num_drafted and sequence.token_drafter is not None:
+            sequence.token_drafter.judge(result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
-            self._chooser.judge(draft, run[: result.num_accepted], row.spec)
+            self._chooser.judge(draft, run[: result.num_accepted], sequence.spec)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
-        row.notes = row.notes + Notes(
+        sequence.notes = sequence.notes + Notes(
             _provenance(source, num_accepted, count, places),
             tuple(num_drafted),
             logprobs,
             None if result.prompt_logprobs is None else PackedLogprobs.pack(result.prompt_logprobs),
             result.num_cached_tokens,
-            self._round_times(row, count),
+            self._round_times(sequence, count),
         )
         self.counters.count_round(result.num_drafted, num_accepted, count, source)
-        if row.span is not None:
-            row.span.add(
+        if sequence.span is not None:
+            sequence.span.add(
                 num_rounds=1,
                 num_tokens=count,
                 num_draft_tokens=result.num_drafted,
@@ -223,142 +225,155 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 num_cached_tokens=result.num_cached_tokens,
                 step_us=0 if self._last_interval is None else microseconds(self._last_interval()),
             )
-        self._send_verdict(row, now_s)
+        self._send_verdict(sequence, now_s)
 
-    def _round_times(self, row: TargetSequence, count: int) -> tuple[RoundTimes | None, ...]:
+    def _round_times(self, sequence: TargetSequence, count: int) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
-        if not row.spec.wants_times or self._last_interval is None:
+        if not sequence.spec.wants_times or self._last_interval is None:
             return ()
-        steps = tuple(row.draft_intervals)
-        row.draft_intervals.clear()
+        steps = tuple(sequence.draft_intervals)
+        sequence.draft_intervals.clear()
         return (*[None] * (count - 1), RoundTimes(self._last_interval(), steps))
 
     # What goes wrong.
 
-    def _contain(self, rows: Sequence[TargetSequence], error: Exception) -> None:
+    def _contain(self, sequences: Sequence[TargetSequence], error: Exception) -> None:
         """A step has failed: who was alone in it twice is at fault, and all others are suspects."""
         self.counters.num_failed_steps += 1
-        logger.error("A step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
-        self._suspect(rows, reason_of(error))
+        logger.error("A step of %d sequences failed: %s", len(sequences), labels(sequences), exc_info=error)
+        self._suspect(sequences, reason_of(error))
 
-    def _suspect(self, rows: Sequence[TargetSequence], reason: str, had_draft: bool = False) -> None:
-        """Try rows apart whose step failed, or end the one that was alone in it for the second time.
+    def _suspect(self, sequences: Sequence[TargetSequence], reason: str, had_draft: bool = False) -> None:
+        """Try sequences apart whose step failed, or end the one that was alone in it for the second time.
 
         Suspects have no drafts: one that failed with a draft is tried without it, and no drafter ends a sequence.
         """
-        for row in rows:
-            self._backend.release(row.seq)
-        if len(rows) == 1 and not had_draft and is_at_fault(rows[0]):
-            self._end_with_error(rows[0], reason)
+        for sequence in sequences:
+            self._backend.release(sequence.seq)
+        if len(sequences) == 1 and not had_draft and is_at_fault(sequences[0]):
+            self._end_with_error(sequences[0], reason)
             return
-        self.counters.num_suspects += len(rows)
-        self._groups.divide(rows)
+        self.counters.num_suspects += len(sequences)
+        self._groups.divide(sequences)
 
-    def _end_with_error(self, row: TargetSequence, reason: str) -> None:
+    def _end_with_error(self, sequence: TargetSequence, reason: str) -> None:
         """The error is the sequence's own: it is final, like any other finish (rule 13)."""
         self.counters.num_errors += 1
-        logger.warning("The sequence %s ends with an error: %s", label(row), reason)
-        self._backend.release(row.seq)
-        self._groups.passed(row)
-        row.finish, row.reason, row.sent_s = "error", reason, float("-inf")
+        logger.warning("The sequence %s ends with an error: %s", label(sequence), reason)
+        self._backend.release(sequence.seq)
+        self._groups.passed(sequence)
+        sequence.finish, sequence.reason, sequence.sent_s = "error", reason, float("-inf")
 
     def unsendable(self, message: Message, reason: str, now_s: float) -> None:
         """A verdict is too long to be sent: its sequence ends with an error, and tells no log probabilities."""
-        row = self._rows.current(message.seq, message.inc) if isinstance(message, Verdict) else None
-        if row is not None:
-            row.notes = replace(row.notes, logprobs=None, prompt_logprobs=None)
-            self._end_with_error(row, reason)
+        sequence = self._sequences.current(message.seq, message.epoch) if isinstance(message, Verdict) else None
+        if sequence is not None:
+            sequence.notes = replace(sequence.notes, logprobs=None, prompt_logprobs=None)
+            self._end_with_error(sequence, reason)
 
     # Messages.
 
-    def _new_row(self, message: Open, now_s: float) -> TargetSequence:
-        row = TargetSequence(message, self._max_model_len, token_drafter(message.spec, self._ngram))
+    def _new_sequence(self, message: Open, now_s: float) -> TargetSequence:
+        sequence = TargetSequence(message, self._max_model_len, token_drafter(message.spec, self._ngram))
         if message.suspects:
             self.counters.num_suspects += 1
-            self._groups.suspect(row, message.suspects)
-        return row
+            self._groups.suspect(sequence, message.suspects)
+        return sequence
 
     def _on_other(self, message: Message, now_s: float) -> None:
         match message:
-            case Ack(seq, inc, length):
-                row = self._rows.current(seq, inc)
-                if row is not None:
-                    row.is_cleared = True
-                    self._acknowledge(row, length)
-            case Offer(seq, inc):
-                row = self._rows.current(seq, inc)
-                if row is not None:
-                    self._take_offer(row, message)
+            case Ack(seq, epoch, length):
+                sequence = self._sequences.current(seq, epoch)
+                if sequence is not None:
+                    sequence.is_cleared = True
+                    self._acknowledge(sequence, length)
+            case Offer(seq, epoch):
+                sequence = self._sequences.current(seq, epoch)
+                if sequence is not None:
+                    self._take_offer(sequence, message)
 
-    def _acknowledge(self, row: TargetSequence, length: int) -> None:
-        length = min(length, len(row.log))
-        if length > row.acked:
-            row.acked = length
-            row.notes = row.notes.last(len(row.log) - length)
+    def _acknowledge(self, sequence: TargetSequence, length: int) -> None:
+        length = min(length, len(sequence.log))
+        if length > sequence.acked:
+            sequence.acked = length
+            sequence.notes = sequence.notes.last(len(sequence.log) - length)
 
-    def _dropped(self, row: TargetSequence | None) -> None:
-        if row is not None:
-            self._backend.release(row.seq)
+    def _dropped(self, sequence: TargetSequence | None) -> None:
+        if sequence is not None:
+            self._backend.release(sequence.seq)
 
     def _repeat(self, now_s: float) -> None:
-        """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
-        for row in self._rows:
-            unacknowledged = row.finish is not None or len(row.log) > row.acked
-            num_entries = 0 if row.notes.prompt_logprobs is None else len(row.notes.prompt_logprobs)
-            if unacknowledged and now_s >= row.sent_s + self._times.repeat_after_s(num_entries):
-                self._send_verdict(row, now_s)
+        """Rule: a verdict is repeated until acknowledged, by a paused sequence too, and with its finish until Close."""
+        for sequence in self._sequences:
+            unacknowledged = sequence.finish is not None or len(sequence.log) > sequence.acked
+            num_entries = 0 if sequence.notes.prompt_logprobs is None else len(sequence.notes.prompt_logprobs)
+            if unacknowledged and now_s >= sequence.sent_s + self._times.repeat_after_s(num_entries):
+                self._send_verdict(sequence, now_s)
 
-    def _send_verdict(self, row: TargetSequence, now_s: float) -> None:
-        row.sent_s = now_s
-        tokens, mark = row.log.tail(row.acked), row.log.mark()
-        verdict = Verdict(row.seq, row.inc, row.acked, tokens, row.notes, mark, row.finish, row.reason)
-        self._outbox.put(row.router, verdict)
+    def _send_verdict(self, sequence: TargetSequence, now_s: float) -> None:
+        sequence.sent_s = now_s
+        tokens, prefix_hash = sequence.log.tail(sequence.acked), sequence.log.prefix_hash()
+        verdict = Verdict(
+            sequence.seq,
+            sequence.epoch,
+            sequence.acked,
+            tokens,
+            sequence.notes,
+            prefix_hash,
+            sequence.finish,
+            sequence.reason,
+        )
+        self._outbox.put(sequence.router, verdict)
 
     # Offers.
 
-    def _take_offer(self, row: TargetSequence, offer: Offer) -> None:
+    def _take_offer(self, sequence: TargetSequence, offer: Offer) -> None:
         """Keep an offer that fits: what a step need not find out does not hold it up."""
         self.counters.num_offers += 1
-        row.draft_intervals.extend(offer.steps)
-        row.is_patient = True
-        kept = row.keep(offer)
-        is_decided = offer.mark.length < len(row.log)
-        if is_decided and not self._rest(row, offer).tokens and not awaits_token(offer, row.log):
-            row.judge(offer)
-            self._drop_offer(row, kept)
-        elif len(row.offers) > OFFERS_KEPT:
-            self._drop_offer(row, row.offers[0])
+        sequence.draft_intervals.extend(offer.steps)
+        sequence.is_patient = True
+        kept = sequence.keep(offer)
+        is_decided = offer.prefix_hash.length < len(sequence.log)
+        if is_decided and not self._rest(sequence, offer).tokens and not awaits_token(offer, sequence.log):
+            sequence.judge(offer)
+            self._drop_offer(sequence, kept)
+        elif len(sequence.offers) > OFFERS_KEPT:
+            self._drop_offer(sequence, sequence.offers[0])
 
-    def _rest(self, row: TargetSequence, offer: Offer) -> Draft:
-        return remaining_draft(offer, row.log, needs_candidates=row.needs_candidates)
+    def _rest(self, sequence: TargetSequence, offer: Offer) -> Draft:
+        return remaining_draft(offer, sequence.log, needs_candidates=sequence.needs_candidates)
 
-    def _drop_offer(self, row: TargetSequence, kept: KeptOffer) -> None:
-        row.offers.remove(kept)
+    def _drop_offer(self, sequence: TargetSequence, kept: KeptOffer) -> None:
+        sequence.offers.remove(kept)
         if not kept.is_used:
             self.counters.num_stale_offers += 1
 
-    def _draft(self, row: TargetSequence, now_s: float, num_rows: int) -> Draft | None:
-        """What a row has verified in this step; None where it is held back for an offer.
+    def _draft(self, sequence: TargetSequence, now_s: float, num_rows: int) -> Draft | None:
+        """What a sequence has verified in this step; None where it is held back for an offer.
 
         A chooser takes what gains most. Without one a long match goes first, unless the plan drafts more tokens than
         it has; then an offer; then the longer of a short match and the backend's own draft. Nothing here depends on
         what was drawn for a draft (rule 9): a match is no draw, the backend's own draft has a fixed length, and a
         drafter's chain grows with time alone (:class:`specdec.protocol.draft_sequence.DraftSequence`).
         """
-        if row.suspects:
+        if sequence.suspects:
             return NO_DRAFT
         found, is_long = NO_DRAFT, False
-        if row.token_drafter is not None:
-            found = row.token_drafter.draft(row.log, self._room(row), self._reading)
-            is_long = row.token_drafter.is_long and bool(found.tokens)
-        offered, kept = self._offered(row)
-        if not offered.tokens and not is_long and self._waits(row, now_s):
+        if sequence.token_drafter is not None:
+            found = sequence.token_drafter.draft(sequence.log, self._room(sequence), self._reading)
+            is_long = sequence.token_drafter.is_long and bool(found.tokens)
+        offered, kept = self._offered(sequence)
+        if not offered.tokens and not is_long and self._waits(sequence, now_s):
             return None
-        own = row.own_draft if self._chooser is None else self._chooser.cut(row.own_draft, row.spec, num_rows)
-        drafts = offered, found, own.first(self._room(row))
+        own = (
+            sequence.own_draft
+            if self._chooser is None
+            else self._chooser.cut(sequence.own_draft, sequence.spec, num_rows)
+        )
+        drafts = offered, found, own.first(self._room(sequence))
         if self._chooser is not None:
-            draft = self._chooser.best(drafts, row.spec, num_rows)
-        elif offered.tokens and self._most_offered(row) > (len(found.tokens) if is_long else 0):
+            draft = self._chooser.best(drafts, sequence.spec, num_rows)
+        elif offered.tokens and self._most_offered(sequence) > (len(found.tokens) if is_long else 0):
             draft = offered
         else:
             draft = max(drafts[1:], key=attrgetter("depth"))
@@ -367,44 +382,44 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             kept.is_used = True
         return draft
 
-    def _offered(self, row: TargetSequence) -> tuple[Draft, KeptOffer | None]:
+    def _offered(self, sequence: TargetSequence) -> tuple[Draft, KeptOffer | None]:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6), and its offer."""
         best, chosen = NO_DRAFT, None
-        for kept in reversed([*row.offers]):
-            rest = self._rest(row, kept.offer)
-            row.judge(kept.offer)
-            if not rest.tokens and awaits_token(kept.offer, row.log):
+        for kept in reversed([*sequence.offers]):
+            rest = self._rest(sequence, kept.offer)
+            sequence.judge(kept.offer)
+            if not rest.tokens and awaits_token(kept.offer, sequence.log):
                 continue
             if not rest.tokens:
-                self._drop_offer(row, kept)
+                self._drop_offer(sequence, kept)
             elif rest.depth > best.depth:
                 best, chosen = rest, kept
-        return best.first(self._most_offered(row)), chosen
+        return best.first(self._most_offered(sequence)), chosen
 
-    def _most_offered(self, row: TargetSequence) -> int:
-        """Draft tokens in a row that are verified of an offer, at most."""
-        return min(row.plan.num_draft_tokens, self._room(row))
+    def _most_offered(self, sequence: TargetSequence) -> int:
+        """Most draft tokens of an offer that are verified."""
+        return min(sequence.plan.num_draft_tokens, self._room(sequence))
 
-    def _room(self, row: TargetSequence) -> int:
+    def _room(self, sequence: TargetSequence) -> int:
         """Draft tokens that may be committed, and the one after them."""
-        return min(self._credit(row), row.ending.most_length - len(row.log)) - 1
+        return min(self._credit(sequence), sequence.ending.most_length - len(sequence.log)) - 1
 
-    def _wants_draft(self, row: TargetSequence) -> bool:
-        """Whether a draft is planned for a row's next round, and of any use: not for the first, nor the last."""
-        if row.suspects or row.round_start == len(row.log):
+    def _wants_draft(self, sequence: TargetSequence) -> bool:
+        """Whether a draft is planned for a sequence's next round, and of any use: not for the first, nor the last."""
+        if sequence.suspects or sequence.round_start == len(sequence.log):
             return False
-        return self._most_offered(row) > 0
+        return self._most_offered(sequence) > 0
 
-    def _waits(self, row: TargetSequence, now_s: float) -> bool:
-        """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""
-        if row.plan.mode != "sequential" or row.round_start == len(row.log):
+    def _waits(self, sequence: TargetSequence, now_s: float) -> bool:
+        """Whether a sequence is held back for an offer: in turn, not before its first token, in vain only once."""
+        if sequence.plan.mode != "sequential" or sequence.round_start == len(sequence.log):
             return False
-        if row.spec.max_tokens - row.num_output_tokens <= 1:
+        if sequence.spec.max_tokens - sequence.num_output_tokens <= 1:
             return False
-        if row.held_s is None:
-            row.held_s = now_s
-        row.is_patient = row.is_patient and now_s < row.held_s + row.plan.draft_wait_s
-        return row.is_patient
+        if sequence.held_s is None:
+            sequence.held_s = now_s
+        sequence.is_patient = sequence.is_patient and now_s < sequence.held_s + sequence.plan.draft_wait_s
+        return sequence.is_patient
 
 
 def _provenance(source: str, num_accepted: int, count: int, num_places: int) -> bytes:
@@ -419,6 +434,6 @@ def _provenance(source: str, num_accepted: int, count: int, num_places: int) -> 
     return accepted + bytes([pack_provenance(last, of_round)])
 
 
-def _unknown(rows: Sequence[TargetSequence]) -> list[TargetSequence]:
+def _unknown(sequences: Sequence[TargetSequence]) -> list[TargetSequence]:
     """Suspects whose router does not know yet that they are about to be tried."""
-    return [row for row in rows if not row.is_cleared]
+    return [sequence for sequence in sequences if not sequence.is_cleared]

@@ -29,7 +29,7 @@ class KeptOffer:
 
     def grows_to(self, offer: Offer) -> bool:
         """Whether it is an earlier part of another."""
-        return self.offer.mark == offer.mark and self.offer.chain == offer.chain[: len(self.offer.chain)]
+        return self.offer.prefix_hash == offer.prefix_hash and self.offer.chain == offer.chain[: len(self.offer.chain)]
 
 
 class TargetSequence(WorkerSequence):
@@ -104,8 +104,8 @@ class TargetSequence(WorkerSequence):
 
     def judge(self, offer: Offer) -> None:
         """Look for the newest round's outcome among those that an offer is prepared for, if it was made before it."""
-        length, start = offer.mark.length, self.round_start
-        if not offer.branches or not length <= start < len(self.log) or not self.log.has(offer.mark):
+        length, start = offer.prefix_hash.length, self.round_start
+        if not offer.branches or not length <= start < len(self.log) or not self.log.has(offer.prefix_hash):
             return
         is_foreseen = foresees(offer.chain, offer.branches, self.log.tail(length), start - length)
         if is_foreseen is not None:
@@ -137,7 +137,7 @@ class TargetCounters:
             room for newer ones.
         num_used_offers: Offers of which something was verified.
         num_late_rounds: Rounds without a draft though one was planned, and was not the first.
-        draft_wait_s: Seconds for which rows were held back for a draft.
+        draft_wait_s: Seconds for which sequences were held back for a draft.
         num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches that was there when
             the next draft was chosen. Counted when the next round is decided; the last one of a sequence is not.
         num_branch_misses: Rounds for which there were such offers, and none of them for the outcome.

@@ -1,4 +1,4 @@
-"""What a target and a drafter have in common: rows under leases, opened, renewed and closed by routers.
+"""What a target and a drafter have in common: sequences under leases, opened, renewed and closed by routers.
 
 Rule 16: whoever was in a step that failed is apart from others until it has taken a step.
 """
@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import Alive, Close, Inc, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
+from specdec.core.messages import Alive, Close, Epoch, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
 from specdec.core.params import SequenceSpec
-from specdec.protocol.leases import LeasedRows, Outbox, Span, Times, Tracer
-from specdec.protocol.leases import Row as LeasedRow
+from specdec.protocol.leases import LeasedSequence as LeasedRow
+from specdec.protocol.leases import LeasedSequences, Outbox, Span, Times, Tracer
 
 BackendMetrics = Callable[[], dict[str, float]]
 """Gives what a worker's backend holds now, by name."""
@@ -36,7 +36,7 @@ class WorkerSequence(LeasedRow):
     __slots__ = ("failed_length", "log", "num_failures", "plan", "router", "span", "spec", "suspected", "suspects")
 
     def __init__(self, message: Open) -> None:
-        super().__init__(seq=message.seq, inc=message.inc, lease_s=message.lease_s)
+        super().__init__(seq=message.seq, epoch=message.epoch, lease_s=message.lease_s)
         self.log = TokenLog(message.prompt, message.output)
         self.plan: Plan = message.plan
         self.router: str = message.router
@@ -77,7 +77,7 @@ class WorkerMachine(Generic[R]):
         self._num_refused = {"model": 0, "draining": 0}
         self._backend_metrics = backend_metrics
         self._times = times
-        self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
+        self._sequences: LeasedSequences[R] = LeasedSequences(times.tombstone_s)
         self._outbox = Outbox()
         self._routers: set[str] = set()
 
@@ -88,13 +88,13 @@ class WorkerMachine(Generic[R]):
     def drain(self, now_s: float) -> None:
         """Take no sequences any more, and say so; those that are here go on, or are opened elsewhere (rule 15)."""
         self.is_draining = True
-        for router in self._routers | {row.router for row in self._rows}:
+        for router in self._routers | {sequence.router for sequence in self._sequences}:
             self._outbox.put(router, Alive(self.name, self.metrics()))
 
     @property
     def is_drained(self) -> bool:
         """Whether it drains, and holds no sequence."""
-        return self.is_draining and not len(self._rows)
+        return self.is_draining and not len(self._sequences)
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
@@ -106,13 +106,13 @@ class WorkerMachine(Generic[R]):
             case Open():
                 self._on_open(message, now_s)
             case Close():
-                self._drop(self._rows.drop(message.seq, message.inc, now_s))
+                self._drop(self._sequences.drop(message.seq, message.epoch, now_s))
             case Live():
                 self._on_live(message, now_s)
             case PlanUpdate():
-                row = self._rows.current(message.seq, message.inc)
-                if row is not None:
-                    row.plan = message.plan
+                sequence = self._sequences.current(message.seq, message.epoch)
+                if sequence is not None:
+                    sequence.plan = message.plan
             case _:
                 self._on_other(message, now_s)
 
@@ -121,7 +121,7 @@ class WorkerMachine(Generic[R]):
 
     def metrics(self) -> dict[str, float]:
         """The worker's cumulative counters and present gauges, by name."""
-        metrics = {"num_sequences": float(len(self._rows)), "is_draining": float(self.is_draining)}
+        metrics = {"num_sequences": float(len(self._sequences)), "is_draining": float(self.is_draining)}
         metrics.update({f"num_refused/{why}": float(count) for why, count in self._num_refused.items()})
         if self._backend_metrics is not None:
             metrics.update(self._backend_metrics())
@@ -131,64 +131,64 @@ class WorkerMachine(Generic[R]):
         why = self._refusal(message)
         if why:
             self._num_refused[why] += 1
-            self._resync(message.router, message.seq, message.inc, why)
+            self._resync(message.router, message.seq, message.epoch, why)
             return
-        held = self._rows.get(message.seq)
-        row = self._rows.admit(self._new_row(message, now_s), now_s)
-        if row is None:
+        held = self._sequences.get(message.seq)
+        sequence = self._sequences.admit(self._new_sequence(message, now_s), now_s)
+        if sequence is None:
             return
         if held is not None:
             held.end_span()
-        if self.tracer is not None and row.spec.trace:
-            row.span = self.tracer(row.spec.trace, row.seq)
+        if self.tracer is not None and sequence.spec.trace:
+            sequence.span = self.tracer(sequence.spec.trace, sequence.seq)
 
     def _refusal(self, message: Open) -> str:
         """Why a sequence is not taken; empty if it is, or is here already."""
         if message.fingerprint and self.fingerprint and message.fingerprint != self.fingerprint:
             return "model"
-        is_here = self._rows.current(message.seq, message.inc) is not None
+        is_here = self._sequences.current(message.seq, message.epoch) is not None
         return "draining" if self.is_draining and not is_here else ""
 
     def holds(self, seq: str) -> bool:
-        """Whether there is a row for a sequence, under whatever inc."""
-        return self._rows.get(seq) is not None
+        """Whether a sequence is held, under any epoch."""
+        return self._sequences.get(seq) is not None
 
     def renew(self, message: Live, now_s: float) -> None:
         """Renew the leases a router names; what is unknown here it is asked to open."""
-        for seq, inc in message.entries:
-            row = self._rows.current(seq, inc)
-            if row is not None:
-                row.lease_s = message.lease_s or row.lease_s
-                self._rows.renew(row, now_s)
+        for seq, epoch in message.entries:
+            sequence = self._sequences.current(seq, epoch)
+            if sequence is not None:
+                sequence.lease_s = message.lease_s or sequence.lease_s
+                self._sequences.renew(sequence, now_s)
             else:
-                self._resync(message.router, seq, inc, "draining" if self.is_draining else "unknown")
+                self._resync(message.router, seq, epoch, "draining" if self.is_draining else "unknown")
 
     def _on_live(self, message: Live, now_s: float) -> None:
         self._routers.add(message.router)
         self.renew(message, now_s)
         self._outbox.put(message.router, Alive(self.name, self.metrics()))
 
-    def _resync(self, router: str, seq: str, inc: Inc, why: str) -> None:
-        row = self._rows.get(seq)
-        have = 0 if row is None else len(row.log)
-        self._outbox.put(router, Resync(self.name, seq, inc, have, why))
+    def _resync(self, router: str, seq: str, epoch: Epoch, why: str) -> None:
+        sequence = self._sequences.get(seq)
+        have = 0 if sequence is None else len(sequence.log)
+        self._outbox.put(router, Resync(self.name, seq, epoch, have, why))
 
     def _expire(self, now_s: float) -> None:
-        for row in self._rows.expire(now_s):
-            self._drop(row)
+        for sequence in self._sequences.expire(now_s):
+            self._drop(sequence)
 
-    def _drop(self, row: R | None) -> None:
-        self._dropped(row)
-        if row is not None:
-            row.end_span()
+    def _drop(self, sequence: R | None) -> None:
+        self._dropped(sequence)
+        if sequence is not None:
+            sequence.end_span()
 
-    def _new_row(self, message: Open, now_s: float) -> R:
+    def _new_sequence(self, message: Open, now_s: float) -> R:
         raise NotImplementedError
 
     def _on_other(self, message: Message, now_s: float) -> None:
         raise NotImplementedError
 
-    def _dropped(self, row: R | None) -> None:
+    def _dropped(self, sequence: R | None) -> None:
         raise NotImplementedError
 
 
@@ -210,17 +210,17 @@ def apart(members: Sequence[T]) -> list[list[T]]:
     return [list(members[:middle]), list(members[middle:])]
 
 
-def is_at_fault(row: WorkerSequence) -> bool:
-    """Whether a row that has just failed alone has done so before, and not long ago."""
-    if len(row.log) - row.failed_length >= FORGIVEN_TOKENS:
-        row.num_failures = 0
-    row.num_failures += 1
-    row.failed_length = len(row.log)
-    return row.num_failures >= MOST_ALONE_FAILURES
+def is_at_fault(sequence: WorkerSequence) -> bool:
+    """Whether a sequence that has just failed alone has done so before, and not long ago."""
+    if len(sequence.log) - sequence.failed_length >= FORGIVEN_TOKENS:
+        sequence.num_failures = 0
+    sequence.num_failures += 1
+    sequence.failed_length = len(sequence.log)
+    return sequence.num_failures >= MOST_ALONE_FAILURES
 
 
 class Suspect(Protocol):
-    """A row that may be on probation.
+    """A sequence that may be in quarantine.
 
     Attributes:
         suspects: Name of the group that it shares steps with; empty while it is not suspected.
@@ -235,48 +235,50 @@ S = TypeVar("S", bound=Suspect)
 
 
 class StepGroups:
-    """Which rows of a worker may share a step. Rows under suspicion share one with their own group only.
+    """Which sequences of a worker may share a step. Sequences under suspicion share one with their own group only.
 
-    A group is tried before all others, and until each of its rows has taken a step. After it the others have a step,
-    before the next group has one.
+    A group is tried before all others, and until each of its sequences has taken a step. After it the others have a
+    step, before the next group has one.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._others_first = False
 
-    def suspect(self, row: Suspect, name: str = "") -> None:
-        """Put a row into the group of a name; into one of its own where that is empty."""
+    def suspect(self, sequence: Suspect, name: str = "") -> None:
+        """Put a sequence into the group of a name; into one of its own where that is empty."""
         self._count += 1
-        row.suspects = name or f"local/{self._count}"
-        row.suspected = self._count
+        sequence.suspects = name or f"local/{self._count}"
+        sequence.suspected = self._count
 
-    def divide(self, rows: Sequence[Suspect]) -> None:
-        """A step of these rows has failed."""
-        for group in apart(rows):
+    def divide(self, sequences: Sequence[Suspect]) -> None:
+        """A step of these sequences has failed."""
+        for group in apart(sequences):
             name = f"local/{self._count + 1}"
-            for row in group:
-                self.suspect(row, name)
+            for sequence in group:
+                self.suspect(sequence, name)
 
-    def passed(self, row: Suspect) -> None:
-        """A row has taken a step."""
-        if row.suspects:
-            row.suspects = ""
+    def passed(self, sequence: Suspect) -> None:
+        """A sequence has taken a step."""
+        if sequence.suspects:
+            sequence.suspects = ""
             self._others_first = True
 
-    def batches(self, rows: Sequence[S]) -> Iterable[Sequence[S]]:
+    def batches(self, sequences: Sequence[S]) -> Iterable[Sequence[S]]:
         """What the next step may take; each only if those before it found no room, or there is nothing in them."""
-        if not any(row.suspects for row in rows):
-            yield rows
+        if not any(sequence.suspects for sequence in sequences):
+            yield sequences
             return
-        others = [row for row in rows if not row.suspects]
-        name = min((row for row in rows if row.suspects), key=lambda row: row.suspected).suspects
-        group = [row for row in rows if row.suspects == name]
+        others = [sequence for sequence in sequences if not sequence.suspects]
+        name = min(
+            (sequence for sequence in sequences if sequence.suspects), key=lambda sequence: sequence.suspected
+        ).suspects
+        group = [sequence for sequence in sequences if sequence.suspects == name]
         first, second = (others, group) if self._others_first else (group, others)
         self._others_first = False
         if first:
             yield first
         if first is group:  # it found no room: another one may
-            for row in group:
-                self.suspect(row, name)
+            for sequence in group:
+                self.suspect(sequence, name)
         yield second

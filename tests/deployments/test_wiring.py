@@ -61,10 +61,10 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
     limited = args.model_copy(update={"limits": args.limits.model_copy(update={"max_reopens": 7})})
     router.SpeculationRouter(limited)
-    assert started["machine"].probation.max_reopens == 7
+    assert started["machine"].quarantine.max_reopens == 7
     router.SpeculationRouter(args)
     assert started["machine"].fingerprints == own
-    assert started["machine"].probation.max_reopens == 3
+    assert started["machine"].quarantine.max_reopens == 3
     assert started["fingerprints"] == own
 
 

@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from specdec.core.backends import Status, Verification, VerifyJob
 from specdec.core.errors import NOT_FINITE, DeviceLostError, reason_of
-from specdec.core.log import Mark
+from specdec.core.log import PrefixHash
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenBuffer, common_prefix_length
@@ -226,13 +226,13 @@ class _Held(NamedTuple):
     """A sequence that vLLM knows.
 
     Attributes:
-        mark: Of the log of its last job.
+        prefix_hash: Of the log of its last job.
         run: What was decided after that.
         num_cached: How many tokens of its log were cached as it was begun.
     """
 
     request: Request
-    mark: Mark
+    prefix_hash: PrefixHash
     run: Tokens = ()
     num_cached: int = 0
 
@@ -359,7 +359,7 @@ class VllmTarget:
     def _at_log(self, job: VerifyJob) -> Request:
         """The request whose tokens are the job's log: the one held, or a new one where that says something else."""
         held = self._held.get(job.key)
-        if held is not None and not held.request.is_finished() and job.log.since(held.mark) == held.run:
+        if held is not None and not held.request.is_finished() and job.log.since(held.prefix_hash) == held.run:
             return held.request
         self.release(job.key)
         self._num_opened += 1
@@ -373,7 +373,7 @@ class VllmTarget:
             block_hasher=self._core.request_block_hasher,
         )
         self._core.add_request(request)
-        self._held[job.key] = _Held(request, job.log.mark())
+        self._held[job.key] = _Held(request, job.log.prefix_hash())
         return request
 
     def _sampling_params(self, job: VerifyJob) -> VllmSamplingParams:
@@ -463,7 +463,7 @@ class VllmTarget:
         if request.is_finished():  # vLLM ends what has reached the greatest length
             del self._held[job.key]
         else:
-            self._held[job.key] = held._replace(mark=job.log.mark(), run=run)
+            self._held[job.key] = held._replace(prefix_hash=job.log.prefix_hash(), run=run)
         logprobs = output.prompt_logprobs_dict.get(request.request_id)
         return Verification(
             Status.DECIDED,

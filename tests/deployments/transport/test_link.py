@@ -23,7 +23,7 @@ from deployments.transport.wire import (
     encode,
 )
 from specdec.core.types import Fingerprints
-from tests.deployments.transport.nodes import Inbox, MemoryTransport, MemoryChannel, ended, until, words
+from tests.deployments.transport.nodes import Inbox, MemoryChannel, MemoryTransport, ended, until, words
 
 TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=60.0)
 

@@ -23,13 +23,13 @@ from deployments.transport.wire import (
     mismatch,
 )
 from specdec.core import messages as m
-from specdec.core.log import Mark
+from specdec.core.log import PrefixHash
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import NO_TOKENS, SharedTokens
 from specdec.core.types import Fingerprints, PackedLogprobs, TokenLogprobs
 from tests.letters import provenance
 
-INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
+EPOCH, PREFIX_HASH = m.Epoch(1, 2), PrefixHash(7, (1 << 61) - 2)
 SPEC = SequenceSpec(
     SamplingParams(logit_bias=((3, -1.5),), stop_token_ids=(4,), logprobs=2, temperature=1),
     seed=(1 << 64) - 1,
@@ -51,18 +51,18 @@ ALL = (
     m.Submit("s", 1, "i", PROMPT, SPEC, "d", (7,)),
     m.Want("s", 1, "i", 3),
     m.Cancel("s", 1),
-    m.NewTokens("s", 1, 3, (4, 5), NOTES, MARK, m.Plan(3, mode="sequential")),
-    m.End("s", 1, MARK, "error", "why"),
+    m.NewTokens("s", 1, 3, (4, 5), NOTES, PREFIX_HASH, m.Plan(3, mode="sequential")),
+    m.End("s", 1, PREFIX_HASH, "error", "why"),
     m.Gone("s", 1, "draining"),
-    m.Open("s", INC, "r", PROMPT, SPEC, m.Plan(), 5.0, "f", "suspects", (7,)),
-    m.Verdict("s", INC, 3, (4, 5), NOTES, MARK, "length"),
-    m.Ack("s", INC, 5),
-    m.Commit("s", INC, 3, (4, 5), MARK),
-    m.Offer("s", INC, MARK, (4,), BRANCHES, (CANDIDATES,), ((CANDIDATES,),), ((0.5, 1.0),)),
-    m.PlanUpdate("s", INC, m.Plan(draft_wait_s=0.5)),
-    m.Close("s", INC),
-    m.Live("r", (("s", INC),)),
-    m.Resync("w", "s", INC, 3, "evicted"),
+    m.Open("s", EPOCH, "r", PROMPT, SPEC, m.Plan(), 5.0, "f", "suspects", (7,)),
+    m.Verdict("s", EPOCH, 3, (4, 5), NOTES, PREFIX_HASH, "length"),
+    m.Ack("s", EPOCH, 5),
+    m.Commit("s", EPOCH, 3, (4, 5), PREFIX_HASH),
+    m.Offer("s", EPOCH, PREFIX_HASH, (4,), BRANCHES, (CANDIDATES,), ((CANDIDATES,),), ((0.5, 1.0),)),
+    m.PlanUpdate("s", EPOCH, m.Plan(draft_wait_s=0.5)),
+    m.Close("s", EPOCH),
+    m.Live("r", (("s", EPOCH),)),
+    m.Resync("w", "s", EPOCH, 3, "evicted"),
     m.Alive("w", {"num_steps": 3.0}),
 )
 
@@ -93,8 +93,8 @@ def test_the_bytes_of_a_version_never_change() -> None:
 
 def test_types_of_tuples_survive() -> None:
     [verdict] = decode(encode(Messages((ALL[7],))), Messages).batch
-    assert isinstance(verdict.inc, m.Inc)
-    assert isinstance(verdict.mark, Mark)
+    assert isinstance(verdict.epoch, m.Epoch)
+    assert isinstance(verdict.prefix_hash, PrefixHash)
 
 
 def test_greetings_travel_in_the_same_schema() -> None:
@@ -154,7 +154,7 @@ def test_a_prompt_and_a_prediction_travel_once_a_frame_and_are_shared_where_they
     batch = (
         *(m.Submit(str(i), 1, "i", prompt, spec) for i in range(128)),
         m.Cancel("s", 1),
-        m.Open("o", INC, "r", other, SPEC, m.Plan(), 5.0),
+        m.Open("o", EPOCH, "r", other, SPEC, m.Plan(), 5.0),
     )
     data = encode(Messages(batch))
     found = decode(data, Messages).batch
@@ -186,7 +186,7 @@ def received(parts: list[bytes]) -> tuple[m.Message, ...]:
 def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = SharedTokens(range(150_000))
     told = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1, tuple((i, -0.1 * i) for i in range(20)))] * 10_000))
-    verdict = m.Verdict("s", INC, 3, (4,), m.Notes(provenance("p"), (0,), None, told), MARK)
+    verdict = m.Verdict("s", EPOCH, 3, (4,), m.Notes(provenance("p"), (0,), None, told), PREFIX_HASH)
     submits = [m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(20)]
     submits.append(m.Submit("other", 1, "i", PROMPT, SPEC))
     batch = (submits[0], verdict, *submits[1:])

@@ -76,7 +76,7 @@ class HostileService:
         self._make = {TARGET: target, DRAFTER: draft}
         self._now = 0
         self.counts: Counter[str] = Counter()
-        self._rows: dict[str, SequenceSpec] = {}
+        self._sequences: dict[str, SequenceSpec] = {}
         self._ingress = IngressMachine(INGRESS, TIMES)
         self._router = RouterMachine(ROUTER, self._plan, TIMES)
         self._begin(TARGET)
@@ -130,8 +130,8 @@ class HostileService:
             self._begin(name)
         if self._rng.random() < 0.1:
             machine = self._rng.choice((self._target, self._drafter))
-            for row in machine._rows:
-                update = PlanUpdate(row.seq, row.inc, self._plan(row.spec))
+            for row in machine._sequences:
+                update = PlanUpdate(row.seq, row.epoch, self._plan(row.spec))
                 self._net.send(ROUTER, machine.name, update, self._now)
 
     def _begin(self, name: str) -> None:

@@ -27,19 +27,19 @@ def right_branch(patch: pytest.MonkeyPatch) -> None:
     """The branch of the outcome that came is promoted. Off: one of its siblings."""
     follow = DrafterMachine._follow
 
-    def mix_up(self: DrafterMachine, row: DraftSequence, old_length: int) -> None:
-        places, branches = list(row.branches), list(row.branches.values())
+    def mix_up(self: DrafterMachine, sequence: DraftSequence, old_length: int) -> None:
+        places, branches = list(sequence.branches), list(sequence.branches.values())
         for (position, token), branch in zip(places, branches[1:] + branches[:1], strict=True):
-            row.branches[position, token] = branch
+            sequence.branches[position, token] = branch
             branch.position, branch.token = position, token
-        follow(self, row, old_length)
+        follow(self, sequence, old_length)
 
     patch.setattr(DrafterMachine, "_follow", mix_up)
 
 
 @mutation
-def branch_mark(patch: pytest.MonkeyPatch) -> None:
-    """A branch counts from its offer's mark. Off: it is used wherever its token came."""
+def branch_prefix_hash(patch: pytest.MonkeyPatch) -> None:
+    """A branch counts from its offer's prefix hash. Off: it is used wherever its token came."""
 
     def anywhere(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
         for (_, token), chain in offer.branches:
@@ -55,7 +55,7 @@ def decided_outcome(patch: pytest.MonkeyPatch) -> None:
     """A branch is used once its outcome is decided. Off: its token is a draft token, drawn from nothing."""
 
     def through_a_guess(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
-        if offer.mark == log.mark() and offer.branches:
+        if offer.prefix_hash == log.prefix_hash() and offer.branches:
             (n, token), chain = offer.branches[0]
             drawn = (*offer.candidates[: n + 1], *offer.branch_candidates[0]) if needs_candidates else ()
             return Draft((*offer.chain[:n], token, *chain), drawn)
@@ -69,11 +69,13 @@ def chosen_branch(patch: pytest.MonkeyPatch) -> None:
     """The target picks the branch of the outcome that it decided. Off: of as many accepted, and any token."""
 
     def any_token(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
-        since = log.tail(offer.mark.length) if log.has(offer.mark) else ()
+        since = log.tail(offer.prefix_hash.length) if log.has(offer.prefix_hash) else ()
         for i, ((n, _), chain) in enumerate(offer.branches):
             if len(since) == n + 1 and since[:n] == offer.chain[:n] != since:
                 return Draft(chain, offer.branch_candidates[i] if needs_candidates else ())
-        return remaining_draft(offer, log, needs_candidates=needs_candidates) if log.has(offer.mark) else NO_DRAFT
+        return (
+            remaining_draft(offer, log, needs_candidates=needs_candidates) if log.has(offer.prefix_hash) else NO_DRAFT
+        )
 
     patch.setattr(target, "remaining_draft", any_token)
 
@@ -83,17 +85,17 @@ def freed_siblings(patch: pytest.MonkeyPatch) -> None:
     """What is held for a branch goes with it."""
     drop = DrafterMachine._drop_branches
 
-    def drop_and_keep(self: DrafterMachine, row: DraftSequence, before: int | None = None) -> None:
-        for branch in row.branches.values():
+    def drop_and_keep(self: DrafterMachine, sequence: DraftSequence, before: int | None = None) -> None:
+        for branch in sequence.branches.values():
             branch.is_begun = False
-        drop(self, row, before)
+        drop(self, sequence, before)
 
     patch.setattr(DrafterMachine, "_drop_branches", drop_and_keep)
 
 
 @mutation
 def freed_when_opened_anew(patch: pytest.MonkeyPatch) -> None:
-    """A newer inc keeps what is cached of the sequence, and frees its branches."""
+    """A newer epoch keeps what is cached of the sequence, and frees its branches."""
 
     def open_only(self: DrafterMachine, message: Open, now_s: float) -> None:
         WorkerMachine._on_open(self, message, now_s)
@@ -106,9 +108,9 @@ def renamed(patch: pytest.MonkeyPatch) -> None:
     """The backend is told which branch became the sequence."""
     promote = DrafterMachine._promote
 
-    def promote_silently(self: DrafterMachine, row: DraftSequence, branch: Branch) -> None:
+    def promote_silently(self: DrafterMachine, sequence: DraftSequence, branch: Branch) -> None:
         branch.is_begun = False
-        promote(self, row, branch)
+        promote(self, sequence, branch)
 
     patch.setattr(DrafterMachine, "_promote", promote_silently)
 
@@ -130,9 +132,9 @@ def bounded(patch: pytest.MonkeyPatch) -> None:
     """Branches that outlive a verdict count among those of the next verification."""
     branch_out = DrafterMachine._branch_out
 
-    def branch_out_anew(self: DrafterMachine, row: DraftSequence) -> None:
-        held, row.branches = row.branches, {}
-        branch_out(self, row)
-        row.branches = held | row.branches
+    def branch_out_anew(self: DrafterMachine, sequence: DraftSequence) -> None:
+        held, sequence.branches = sequence.branches, {}
+        branch_out(self, sequence)
+        sequence.branches = held | sequence.branches
 
     patch.setattr(DrafterMachine, "_branch_out", branch_out_anew)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from specdec.core.messages import Open, Submit
 from specdec.protocol.router import RouterMachine
-from specdec.protocol.sessions import Probation, Session, SuspectGroup
+from specdec.protocol.sessions import Quarantine, Session, SuspectGroup
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_sequence import TargetSequence
 from specdec.protocol.worker import StepGroups, WorkerMachine
@@ -26,16 +26,16 @@ def mutation(mutate: Mutation) -> Mutation:
 
 @mutation
 def error_is_a_finish(patch: pytest.MonkeyPatch) -> None:
-    """Rule 13: a sequence whose row or lonely step fails ends."""
-    patch.setattr(TargetMachine, "_end_with_error", lambda self, row, reason: None)
+    """Rule 13: a sequence whose sequence or lonely step fails ends."""
+    patch.setattr(TargetMachine, "_end_with_error", lambda self, sequence, reason: None)
 
 
 @mutation
 def steps_apart(patch: pytest.MonkeyPatch) -> None:
     """Rule 16: those of a step that failed are tried apart."""
 
-    def together(self: StepGroups, rows: Sequence[Any]) -> Iterable[Sequence[Any]]:
-        yield rows
+    def together(self: StepGroups, sequences: Sequence[Any]) -> Iterable[Sequence[Any]]:
+        yield sequences
 
     patch.setattr(StepGroups, "batches", together)
 
@@ -45,13 +45,13 @@ def failures_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """Rule 16: a step that failed counts against who was alone in it."""
     contain = TargetMachine._contain
 
-    def blame_all(self: TargetMachine, rows: Sequence[TargetSequence], error: Exception) -> None:
-        for row in rows:
-            row.num_failures += 1
-        contain(self, rows, error)
-        for row in rows:
-            if row.num_failures >= 2 and row.finish is None:
-                self._end_with_error(row, "it was there")
+    def blame_all(self: TargetMachine, sequences: Sequence[TargetSequence], error: Exception) -> None:
+        for sequence in sequences:
+            sequence.num_failures += 1
+        contain(self, sequences, error)
+        for sequence in sequences:
+            if sequence.num_failures >= 2 and sequence.finish is None:
+                self._end_with_error(sequence, "it was there")
 
     patch.setattr(TargetMachine, "_contain", blame_all)
 
@@ -59,14 +59,14 @@ def failures_of_its_own(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def bounded_reopening(patch: pytest.MonkeyPatch) -> None:
     """Rule 16: who kills its worker alone is not opened again without end."""
-    patch.setattr(Probation, "_is_at_fault", lambda self, session: False)
+    patch.setattr(Quarantine, "_is_at_fault", lambda self, session: False)
 
 
 @mutation
 def opened_apart(patch: pytest.MonkeyPatch) -> None:
     """Rule 16: those of a worker that died are opened apart. Off: in one group."""
 
-    def together(self: Probation, sessions: Sequence[Session]) -> None:
+    def together(self: Quarantine, sessions: Sequence[Session]) -> None:
         for kind in ("target", "drafter"):
             members = [session for session in sessions if session.target.kind == kind]
             if members:
@@ -76,14 +76,14 @@ def opened_apart(patch: pytest.MonkeyPatch) -> None:
                     session.suspects = group
                 self._waiting.append(group)
 
-    def alone_or_not(self: Probation, worker: str, sessions: Sequence[Session], **_: bool) -> list[Session]:
+    def alone_or_not(self: Quarantine, worker: str, sessions: Sequence[Session], **_: bool) -> list[Session]:
         at_fault = [session for session in sessions if self._is_at_fault(session)]
         for session in sessions:
             self.leave(session)
         together(self, [session for session in sessions if session not in at_fault])
         return at_fault
 
-    patch.setattr(Probation, "failed", alone_or_not)
+    patch.setattr(Quarantine, "failed", alone_or_not)
 
 
 @mutation

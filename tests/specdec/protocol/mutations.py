@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from specdec.core.log import Mark, TokenLog
-from specdec.core.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
+from specdec.core.log import PrefixHash, TokenLog
+from specdec.core.messages import Alive, End, Epoch, Live, Message, NewTokens, Notes, Resync, Verdict
 from specdec.core.params import StopCondition
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.draft_sequence import DraftSequence
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine, Request
-from specdec.protocol.leases import LeasedRows
+from specdec.protocol.leases import LeasedSequences
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
@@ -40,10 +40,10 @@ def mutation(mutate: Mutation) -> Mutation:
 def no_rewind(patch: pytest.MonkeyPatch) -> None:
     """Rule 1: no message shortens the target's log. Off: Ack does."""
 
-    def acknowledge(self: TargetMachine, row: TargetSequence, length: int) -> None:
-        length = min(length, len(row.log))
-        row.log = TokenLog(row.log.tail(0, length))
-        row.acked, row.notes = length, Notes()
+    def acknowledge(self: TargetMachine, sequence: TargetSequence, length: int) -> None:
+        length = min(length, len(sequence.log))
+        sequence.log = TokenLog(sequence.log.tail(0, length))
+        sequence.acked, sequence.notes = length, Notes()
 
     patch.setattr(TargetMachine, "_acknowledge", acknowledge)
 
@@ -62,73 +62,76 @@ def append_once(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def credit(patch: pytest.MonkeyPatch) -> None:
     """Rule 3: at most so many tokens past the last Ack."""
-    patch.setattr(TargetMachine, "_credit", lambda self, row: 1000)
+    patch.setattr(TargetMachine, "_credit", lambda self, sequence: 1000)
 
 
 @mutation
 def idempotent_open(patch: pytest.MonkeyPatch) -> None:
-    """Rule 4: Open of the inc already held changes nothing."""
-    admit = LeasedRows.admit
+    """Rule 4: Open of the epoch already held changes nothing."""
+    admit = LeasedSequences.admit
 
-    def admit_again(self: LeasedRows[Any], row: Any, now_s: float) -> Any:
-        held = self.get(row.seq)
-        if held is not None and held.inc == row.inc:
-            self._rows.pop(row.seq)
-        return admit(self, row, now_s)
+    def admit_again(self: LeasedSequences[Any], sequence: Any, now_s: float) -> Any:
+        held = self.get(sequence.seq)
+        if held is not None and held.epoch == sequence.epoch:
+            self._sequences.pop(sequence.seq)
+        return admit(self, sequence, now_s)
 
-    patch.setattr(LeasedRows, "admit", admit_again)
+    patch.setattr(LeasedSequences, "admit", admit_again)
 
 
 @mutation
 def tombstones(patch: pytest.MonkeyPatch) -> None:
-    """Rule 4: what was closed or ran out does not come back under the same or an older inc."""
-    patch.setattr(LeasedRows, "_is_buried", lambda self, seq, inc, now_s: False)
+    """Rule 4: what was closed or ran out does not come back under the same or an older epoch."""
+    patch.setattr(LeasedSequences, "_is_buried", lambda self, seq, epoch, now_s: False)
 
 
 @mutation
 def leases(patch: pytest.MonkeyPatch) -> None:
     """Rule 5: what nobody renews is freed."""
-    patch.setattr(LeasedRows, "expire", lambda self, now_s: [])
+    patch.setattr(LeasedSequences, "expire", lambda self, now_s: [])
 
 
 @mutation
-def inc(patch: pytest.MonkeyPatch) -> None:
-    """Identities: workers and router compare inc."""
-    admit, drop, on_verdict = LeasedRows.admit, LeasedRows.drop, RouterMachine._on_verdict
+def epoch(patch: pytest.MonkeyPatch) -> None:
+    """Identities: workers and router compare epoch."""
+    admit, drop, on_verdict = LeasedSequences.admit, LeasedSequences.drop, RouterMachine._on_verdict
 
-    def admit_any(self: LeasedRows[Any], row: Any, now_s: float) -> Any:
-        held = self.get(row.seq)
-        if held is not None and held.inc != row.inc:
-            self._rows.pop(row.seq)
-        return admit(self, row, now_s)
+    def admit_any(self: LeasedSequences[Any], sequence: Any, now_s: float) -> Any:
+        held = self.get(sequence.seq)
+        if held is not None and held.epoch != sequence.epoch:
+            self._sequences.pop(sequence.seq)
+        return admit(self, sequence, now_s)
 
-    def drop_any(self: LeasedRows[Any], seq: str, inc: Inc, now_s: float) -> Any:
+    def drop_any(self: LeasedSequences[Any], seq: str, epoch: Epoch, now_s: float) -> Any:
         held = self.get(seq)
-        return drop(self, seq, inc if held is None else max(inc, held.inc), now_s)
+        return drop(self, seq, epoch if held is None else max(epoch, held.epoch), now_s)
 
     def take_any(self: RouterMachine, message: Verdict, now_s: float) -> None:
         session = self._sessions.get(message.seq)
-        inc = message.inc if session is None else session.link_inc(session.target)
-        on_verdict(self, replace(message, inc=inc), now_s)
+        epoch = message.epoch if session is None else session.link_epoch(session.target)
+        on_verdict(self, replace(message, epoch=epoch), now_s)
 
-    patch.setattr(LeasedRows, "admit", admit_any)
-    patch.setattr(LeasedRows, "drop", drop_any)
-    patch.setattr(LeasedRows, "current", lambda self, seq, inc: self.get(seq))
+    patch.setattr(LeasedSequences, "admit", admit_any)
+    patch.setattr(LeasedSequences, "drop", drop_any)
+    patch.setattr(LeasedSequences, "current", lambda self, seq, epoch: self.get(seq))
     patch.setattr(RouterMachine, "_on_verdict", take_any)
 
 
 @mutation
 def cumulative(patch: pytest.MonkeyPatch) -> None:
     """A verdict carries every unacknowledged token. Off: each token is sent once."""
-    told: dict[tuple[str, Inc], int] = {}
+    told: dict[tuple[str, Epoch], int] = {}
 
-    def tell_once(self: TargetMachine, row: TargetSequence, now_s: float) -> None:
-        row.sent_s = now_s
-        base = max(row.acked, told.get((row.seq, row.inc), 0))
-        told[row.seq, row.inc] = len(row.log)
-        tokens, notes = row.log.tail(base), row.notes.last(len(row.log) - base)
-        mark = row.log.mark()
-        self._outbox.put(row.router, Verdict(row.seq, row.inc, base, tokens, notes, mark, row.finish, row.reason))
+    def tell_once(self: TargetMachine, sequence: TargetSequence, now_s: float) -> None:
+        sequence.sent_s = now_s
+        base = max(sequence.acked, told.get((sequence.seq, sequence.epoch), 0))
+        told[sequence.seq, sequence.epoch] = len(sequence.log)
+        tokens, notes = sequence.log.tail(base), sequence.notes.last(len(sequence.log) - base)
+        prefix_hash = sequence.log.prefix_hash()
+        self._outbox.put(
+            sequence.router,
+            Verdict(sequence.seq, sequence.epoch, base, tokens, notes, prefix_hash, sequence.finish, sequence.reason),
+        )
 
     patch.setattr(TargetMachine, "_send_verdict", tell_once)
 
@@ -143,10 +146,10 @@ def preempted(patch: pytest.MonkeyPatch) -> None:
         self._backend.waiting = set()
         worked = step(self, now_s)
         for seq in sorted(self._backend.waiting):
-            row = self._rows.get(seq)
-            assert row is not None
-            self._rows.drop(seq, row.inc, now_s)
-            self._resync(row.router, seq, row.inc, "evicted")
+            sequence = self._sequences.get(seq)
+            assert sequence is not None
+            self._sequences.drop(seq, sequence.epoch, now_s)
+            self._resync(sequence.router, seq, sequence.epoch, "evicted")
         return worked
 
     patch.setattr(TargetMachine, "step", step_and_evict)
@@ -154,13 +157,13 @@ def preempted(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def repeat(patch: pytest.MonkeyPatch) -> None:
-    """A verdict is repeated until acknowledged, also by a paused or finished row."""
+    """A verdict is repeated until acknowledged, also by a paused or finished sequence."""
     patch.setattr(TargetMachine, "_repeat", lambda self, now_s: None)
 
 
-def _believed(log: TokenLog, message: Verdict | NewTokens) -> Mark:
-    """The mark that a message must have to be taken as it is."""
-    return TokenLog((*log.tokens, *message.tokens[len(log) - message.base :])).mark()
+def _believed(log: TokenLog, message: Verdict | NewTokens) -> PrefixHash:
+    """The prefix hash that a message must have to be taken as it is."""
+    return TokenLog((*log.tokens, *message.tokens[len(log) - message.base :])).prefix_hash()
 
 
 def _believe_verdicts(patch: pytest.MonkeyPatch, *, with_news: bool) -> None:
@@ -169,21 +172,21 @@ def _believe_verdicts(patch: pytest.MonkeyPatch, *, with_news: bool) -> None:
     def takes_unchecked(self: RouterMachine, session: Session, message: Verdict) -> bool:
         has_news = message.base + len(message.tokens) > len(session.log)
         if message.base <= len(session.log) and has_news == with_news:
-            message = replace(message, mark=_believed(session.log, message))
+            message = replace(message, prefix_hash=_believed(session.log, message))
         return takes(self, session, message)
 
     patch.setattr(RouterMachine, "_takes", takes_unchecked)
 
 
 @mutation
-def mark(patch: pytest.MonkeyPatch) -> None:
-    """The router extends its log only if the result has the verdict's mark; if not, it opens under n + 1."""
+def prefix_hash(patch: pytest.MonkeyPatch) -> None:
+    """The router extends its log only if the result has the verdict's prefix hash; if not, it opens under n + 1."""
     _believe_verdicts(patch, with_news=True)
 
 
 @mutation
-def mark_shorter(patch: pytest.MonkeyPatch) -> None:
-    """... and compares the mark of a verdict that brings nothing new, too."""
+def prefix_hash_shorter(patch: pytest.MonkeyPatch) -> None:
+    """... and compares the prefix hash of a verdict that brings nothing new, too."""
     _believe_verdicts(patch, with_news=False)
 
 
@@ -201,13 +204,13 @@ def gap(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def ingress_mark(patch: pytest.MonkeyPatch) -> None:
-    """The ingress extends its tokens only if the result has the message's mark; if not, it submits again."""
+def ingress_prefix_hash(patch: pytest.MonkeyPatch) -> None:
+    """The ingress extends its tokens only if the result has the message's prefix hash; if not, it submits again."""
     on_tokens = IngressMachine._on_tokens
 
     def believe(self: IngressMachine, request: Request, message: NewTokens, now_s: float) -> None:
         if message.base <= len(request.log):
-            message = replace(message, mark=_believed(request.log, message))
+            message = replace(message, prefix_hash=_believed(request.log, message))
         on_tokens(self, request, message, now_s)
 
     patch.setattr(IngressMachine, "_on_tokens", believe)
@@ -220,13 +223,13 @@ def ingress_attempt(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def end_mark(patch: pytest.MonkeyPatch) -> None:
-    """End carries a mark; the ingress ends only there."""
+def end_prefix_hash(patch: pytest.MonkeyPatch) -> None:
+    """End carries a prefix hash; the ingress ends only there."""
     receive = IngressMachine.receive
 
     def believe_end(self: IngressMachine, message: Message, now_s: float) -> None:
         if isinstance(message, End) and message.seq in self._requests:
-            message = replace(message, mark=self._requests[message.seq].log.mark())
+            message = replace(message, prefix_hash=self._requests[message.seq].log.prefix_hash())
         receive(self, message, now_s)
 
     patch.setattr(IngressMachine, "receive", believe_end)
@@ -253,20 +256,20 @@ def finish_equal(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def live_inc(patch: pytest.MonkeyPatch) -> None:
-    """Live carries (seq, inc), Resync echoes it, and the router answers only for its current inc. Off: only seq."""
+def live_epoch(patch: pytest.MonkeyPatch) -> None:
+    """Live carries (seq, epoch), Resync echoes it, and the router answers only for its current epoch. Off: only seq."""
     on_live, on_resync = WorkerMachine._on_live, RouterMachine._on_resync
 
     def renew_any(self: WorkerMachine[WorkerSequence], message: Live, now_s: float) -> None:
-        rows = [(seq, self._rows.get(seq), inc) for seq, inc in message.entries]
-        entries = tuple((seq, inc if row is None else row.inc) for seq, row, inc in rows)
+        sequences = [(seq, self._sequences.get(seq), epoch) for seq, epoch in message.entries]
+        entries = tuple((seq, epoch if sequence is None else sequence.epoch) for seq, sequence, epoch in sequences)
         on_live(self, replace(message, entries=entries), now_s)
 
     def answer_any(self: RouterMachine, message: Resync, now_s: float) -> None:
         session = self._sessions.get(message.seq)
         for link in () if session is None else session.links:
             if link.worker == message.worker:
-                on_resync(self, replace(message, inc=session.link_inc(link)), now_s)
+                on_resync(self, replace(message, epoch=session.link_epoch(link)), now_s)
 
     patch.setattr(WorkerMachine, "_on_live", renew_any)
     patch.setattr(RouterMachine, "_on_resync", answer_any)
@@ -302,9 +305,9 @@ def heard_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def release(patch: pytest.MonkeyPatch) -> None:
-    """What a backend holds for a sequence goes with its row."""
-    patch.setattr(TargetMachine, "_dropped", lambda self, row: None)
-    patch.setattr(DrafterMachine, "_dropped", lambda self, row: None)
+    """What a backend holds for a sequence goes with its sequence."""
+    patch.setattr(TargetMachine, "_dropped", lambda self, sequence: None)
+    patch.setattr(DrafterMachine, "_dropped", lambda self, sequence: None)
 
 
 @mutation
@@ -318,9 +321,9 @@ def agreed(patch: pytest.MonkeyPatch) -> None:
     """A drafter that drops its chain tells its backend from where on the tokens are others."""
     follow = DrafterMachine._follow
 
-    def follow_and_forget(self: DrafterMachine, row: DraftSequence, old_length: int) -> None:
-        before = row.agreed
-        follow(self, row, old_length)
-        row.agreed = before
+    def follow_and_forget(self: DrafterMachine, sequence: DraftSequence, old_length: int) -> None:
+        before = sequence.agreed
+        follow(self, sequence, old_length)
+        sequence.agreed = before
 
     patch.setattr(DrafterMachine, "_follow", follow_and_forget)

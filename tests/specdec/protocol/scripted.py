@@ -46,7 +46,7 @@ class Script:
 
     Attributes:
         poison: What happens to a step that decides its output from position ``poison_from`` on: nothing, an error of
-            its own row, an error of the step as a whole, or the death of the process.
+            its own sequence, an error of the step as a whole, or the death of the process.
         draft_poison: The same for steps that draft for it, but for the death.
     """
 
@@ -79,8 +79,8 @@ class Script:
         )
         true = tuple(rng.randrange(VOCAB) for _ in range(max_model_len + 20))
         spec = replace(spec, prediction=SharedTokens(_nearly(true)))
-        poison = rng.choice(("",) * 9 + ("row", "step", "process"))
-        draft_poison = rng.choice(("",) * 9 + ("row", "step"))
+        poison = rng.choice(("",) * 9 + ("sequence", "step", "process"))
+        draft_poison = rng.choice(("",) * 9 + ("sequence", "step"))
         return cls(seq, arrival, spec, true, max_model_len, poison, rng.randint(0, 5), draft_poison)
 
     def poisons(self, log: Sequence[int]) -> str:
@@ -152,8 +152,8 @@ class ScriptedTarget:
         return Verification(Status.PREFILLING if taken else Status.WAITING)
 
     def _decide(self, job: VerifyJob) -> Verification:
-        if self._scripts[job.key].poisons(job.log.tokens) == "row":
-            return Verification(Status.FAILED, reason="this row fails")
+        if self._scripts[job.key].poisons(job.log.tokens) == "sequence":
+            return Verification(Status.FAILED, reason="this sequence fails")
         spec, position = job.spec, len(job.log) - len(PROMPT)
         draft = job.proposed
         expect(position + draft.depth < spec.max_tokens, "a draft is longer than max_tokens allows")
@@ -271,7 +271,7 @@ class ScriptedDraft:
         if not taken:
             return Proposal(Status.WAITING)
         self.held[job.key] = list(job.tokens)
-        if self._model.poison(job) == "row":
+        if self._model.poison(job) == "sequence":
             return Proposal(Status.FAILED)
         if base is None:
             return Proposal(Status.PREFILLING)

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import pytest
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import Cancel, Inc, Notes, Open, Submit, Verdict
+from specdec.core.messages import Cancel, Epoch, Notes, Open, Submit, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.drafting.length.plans import fixed_plan
@@ -110,7 +110,10 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
     assert submitted("a2", first) == "T1", "nobody has read it yet"
     log = TokenLog((*first, *answer))
     machine.receive(
-        Verdict("a", Inc(1, 0), len(first), answer, Notes(provenance("p" * len(answer)), (0,) * 32), log.mark()), 0.0
+        Verdict(
+            "a", Epoch(1, 0), len(first), answer, Notes(provenance("p" * len(answer)), (0,) * 32), log.prefix_hash()
+        ),
+        0.0,
     )
     machine.receive(Cancel("a", 1), 0.0)
     for seq in ("b", "c"):
@@ -187,7 +190,7 @@ def test_what_the_only_target_has_read_is_known_when_another_comes() -> None:
 
     assert submit("a") == "T1"
     decided = TokenLog((*log.tail(0), 7))
-    machine.receive(Verdict("a", Inc(1, 0), len(log), (7,), Notes(provenance("p"), (0,)), decided.mark()), 0.0)
+    machine.receive(Verdict("a", Epoch(1, 0), len(log), (7,), Notes(provenance("p"), (0,)), decided.prefix_hash()), 0.0)
     machine.receive(Cancel("a", 1), 0.0)
     machine.worker_joined("T0", "target", 0.0)
     assert submit("b") == "T1", "the other would be first by name"
@@ -216,7 +219,7 @@ def test_digests_of_blocks_are_worked_out_once_for_all_samples_of_a_prompt(monke
 
 
 def test_a_single_router_is_chosen_without_looking_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenLog, "mark", None)
+    monkeypatch.setattr(TokenLog, "prefix_hash", None)
     assert choose_router({"a": 3}, log_of(0, 20), "", "s", 2) == "a"
 
 

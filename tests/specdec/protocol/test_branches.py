@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.backends import DraftJob, Proposal, Status
-from specdec.core.messages import Candidates, Close, Commit, Inc, Open, Outcome, Plan, PlanUpdate
+from specdec.core.messages import Candidates, Close, Commit, Epoch, Open, Outcome, Plan, PlanUpdate
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.branches import foreseen, likely_outcomes
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
-INC = Inc(1, 0)
+EPOCH = Epoch(1, 0)
 EOS = 0
 
 
@@ -62,13 +62,13 @@ def machine_with(num_draft_tokens=3, num_branches=4, max_tokens=50, acceptance="
     machine = DrafterMachine("D", Guessing(), Times(lease_s=5.0))
     spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens, (EOS,))
     plan = Plan(num_draft_tokens, num_branches, 0.5, **plan)
-    machine.receive(Open("s", INC, "R", PROMPT, spec, plan, 5.0), 0.0)
+    machine.receive(Open("s", EPOCH, "R", PROMPT, spec, plan, 5.0), 0.0)
     return machine
 
 
 def commit(machine, committed, new, seq="s"):
-    mark = log_of((*committed, *new)).mark()
-    machine.receive(Commit(seq, INC, len(PROMPT) + len(committed), tuple(new), mark), 0.0)
+    prefix_hash = log_of((*committed, *new)).prefix_hash()
+    machine.receive(Commit(seq, EPOCH, len(PROMPT) + len(committed), tuple(new), prefix_hash), 0.0)
 
 
 def settle(machine, steps=99):
@@ -77,8 +77,8 @@ def settle(machine, steps=99):
     return machine.take_outbox().get("R", [])
 
 
-def row_of(machine):
-    return machine._rows.get("s")
+def sequence_of(machine):
+    return machine._sequences.get("s")
 
 
 # The fan-out.
@@ -134,7 +134,7 @@ def test_after_the_chain_come_branches_and_then_nothing():
     assert [len(offer.chain) for offer in offers[:3]] == [1, 2, 3]
     last, chain = offers[-1], path((), 7)
     assert last.chain == chain
-    assert last.mark == log_of(()).mark()
+    assert last.prefix_hash == log_of(()).prefix_hash()
     assert 0 < len(last.branches) <= 4
     for (n, token), drafted in last.branches:
         assert token > chain[n]  # one of its guesses
@@ -142,7 +142,7 @@ def test_after_the_chain_come_branches_and_then_nothing():
     assert len(offers) <= 8
     assert settle(machine) == []
     # What names the outcomes after a whole draft is ready, and stays here.
-    assert {len(branch.path) for branch in row_of(machine).branches.values()} == {4}
+    assert {len(branch.path) for branch in sequence_of(machine).branches.values()} == {4}
 
 
 def test_branches_are_a_part_of_the_batch_and_come_last():
@@ -158,10 +158,10 @@ def test_branches_are_a_part_of_the_batch_and_come_last():
 
 @pytest.mark.parametrize(("acceptance", "goes_on"), [("coupled", False), ("rejection", True)])
 def test_how_long_a_chain_is_tells_nothing_of_its_tokens_under_the_rejection_rule(acceptance, goes_on):
-    row = row_of(machine_with(acceptance=acceptance))
-    assert row.take(None, Proposal(Status.DECIDED, EOS)) == 1
-    assert (row.num_wanted > len(row.path)) is goes_on
-    assert row.fork(Outcome(0, EOS)) is None  # nothing could follow it
+    sequence = sequence_of(machine_with(acceptance=acceptance))
+    assert sequence.take(None, Proposal(Status.DECIDED, EOS)) == 1
+    assert (sequence.num_wanted > len(sequence.path)) is goes_on
+    assert sequence.fork(Outcome(0, EOS)) is None  # nothing could follow it
 
 
 @pytest.mark.parametrize(("num_sequences", "each"), [(1, 4), (2, 4), (3, 3), (5, 2), (11, 0)])
@@ -170,15 +170,15 @@ def test_sequences_share_the_branches_in_all_evenly(num_sequences, each):
     spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))
     names = [f"s{i}" for i in range(num_sequences)]
     for seq in names:
-        machine.receive(Open(seq, INC, "R", PROMPT, spec, Plan(3, 4, acceptance_rate=0.5), 5.0), 0.0)
+        machine.receive(Open(seq, EPOCH, "R", PROMPT, spec, Plan(3, 4, acceptance_rate=0.5), 5.0), 0.0)
     for seq in ("plain", "in turn"):  # takes no part
         plan = Plan(3, 4 if seq == "in turn" else 0, mode="overlap" if seq == "plain" else "sequential")
-        machine.receive(Open(seq, INC, "R", PROMPT, spec, plan, 5.0), 0.0)
+        machine.receive(Open(seq, EPOCH, "R", PROMPT, spec, plan, 5.0), 0.0)
     last = {offer.seq: offer for offer in settle(machine)}
     assert [len(last[seq].branches) for seq in names] == [each] * num_sequences
     assert all(last[seq].chain == path((), 7) for seq in (*names, "plain"))  # ahead, with branches or without
     for seq in names[1:]:
-        machine.receive(Close(seq, INC), 0.0)
+        machine.receive(Close(seq, EPOCH), 0.0)
     commit(machine, (), path((), 1), names[0])
     offers = [offer for offer in settle(machine) if offer.seq == names[0]]
     assert (len(offers[-1].branches) == 4) == (each > 0)  # what was drafted without has no guesses
@@ -188,7 +188,11 @@ def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
     machine = machine_with()
     settle(machine)
     commit(machine, (), (9,))
-    assert (row_of(machine).path.tokens, row_of(machine).branches, row_of(machine).num_verified) == ([], {}, 0)
+    assert (sequence_of(machine).path.tokens, sequence_of(machine).branches, sequence_of(machine).num_verified) == (
+        [],
+        {},
+        0,
+    )
     offers = settle(machine, 3)
     assert [offer.chain for offer in offers] == [path((9,), length) for length in (1, 2, 3)]
     assert offers[-1].branches  # meanwhile the target decides a token plainly: which one?
@@ -205,11 +209,11 @@ def test_what_branches_gain_is_offered_after_each_step():
 
 
 def settle_after_hit(machine):
-    row = row_of(machine)
-    (position, token), branch = next(iter(row.branches.items()))
-    n = position - len(row.log)
-    commit(machine, (), (*row.path.tokens[:n], token))
-    assert row.path is branch.path
+    sequence = sequence_of(machine)
+    (position, token), branch = next(iter(sequence.branches.items()))
+    n = position - len(sequence.log)
+    commit(machine, (), (*sequence.path.tokens[:n], token))
+    assert sequence.path is branch.path
 
 
 def test_a_branch_without_room_is_not_offered_and_nothing_waits_for_it():
@@ -235,8 +239,8 @@ def test_nothing_is_prepared_that_max_tokens_would_cut(max_tokens):
 
 def test_no_branch_begins_with_a_token_that_ends_the_sequence():
     machine = machine_with()
-    row = row_of(machine)
-    row.ending_token_ids = frozenset(range(1000))
+    sequence = sequence_of(machine)
+    sequence.ending_token_ids = frozenset(range(1000))
     assert not any(offer.branches for offer in settle(machine))
 
 
@@ -250,9 +254,9 @@ def test_under_the_rejection_rule_branches_bring_their_candidates():
 def test_a_miss_leaves_other_sequences_as_they_are():
     machine = machine_with()
     spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,), arrival_s=1.0)
-    machine.receive(Open("t", INC, "R", PROMPT, spec, Plan(3, 4, 0.5), 5.0), 0.0)
+    machine.receive(Open("t", EPOCH, "R", PROMPT, spec, Plan(3, 4, 0.5), 5.0), 0.0)
     settle(machine)
-    other = machine._rows.get("t")
+    other = machine._sequences.get("t")
     held, tokens = dict(other.branches), list(other.tokens)
     machine._backend.batches.clear()
     commit(machine, (), (9,))
@@ -264,17 +268,17 @@ def test_a_miss_leaves_other_sequences_as_they_are():
 def test_a_plan_with_more_branches_forks_them_at_once():
     machine = machine_with(num_branches=2)
     settle(machine)
-    assert len(row_of(machine).branches) == 2
-    machine.receive(PlanUpdate("s", INC, Plan(3, 6, 0.5)), 0.0)
+    assert len(sequence_of(machine).branches) == 2
+    machine.receive(PlanUpdate("s", EPOCH, Plan(3, 6, 0.5)), 0.0)
     machine.step(0.0)
-    assert len(row_of(machine).branches) > 2
+    assert len(sequence_of(machine).branches) > 2
 
 
 def test_a_plan_without_branches_drops_them():
     machine = machine_with()
     settle(machine)
-    keys = {branch.key for branch in row_of(machine).branches.values()}
-    machine.receive(PlanUpdate("s", INC, Plan(3)), 0.0)
+    keys = {branch.key for branch in sequence_of(machine).branches.values()}
+    machine.receive(PlanUpdate("s", EPOCH, Plan(3)), 0.0)
     settle(machine)
     assert {key for what, key in machine._backend.events if what == "release"} == keys
 
@@ -283,8 +287,8 @@ def test_a_plan_without_branches_drops_them():
 def test_a_plan_with_a_shorter_chain_still_offers_what_there_is(mode):
     machine = machine_with(5, 0, mode=mode)
     settle(machine, 2)
-    machine.receive(PlanUpdate("s", INC, Plan(1, mode=mode)), 0.0)
+    machine.receive(PlanUpdate("s", EPOCH, Plan(1, mode=mode)), 0.0)
     (offer,) = settle(machine)
     assert offer.chain[:2] == path((), 2)
-    machine.receive(PlanUpdate("s", INC, Plan(0)), 0.0)
+    machine.receive(PlanUpdate("s", EPOCH, Plan(0)), 0.0)
     assert settle(machine) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.messages import Close, Inc, Plan
+from specdec.core.messages import Close, Epoch, Plan
 from specdec.protocol.router import RouterMachine
 from tests.specdec.protocol.test_replans import Chooser
 from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict
@@ -34,7 +34,7 @@ def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
         machine.step(now_s)
     assert machine.metrics()["has_failed_controller"] == 1
     machine.step(1.8)
-    assert Close("s", Inc(1, 0)) in machine.take_outbox()["D0"]
+    assert Close("s", Epoch(1, 0)) in machine.take_outbox()["D0"]
     submit(machine, "next", now_s=1.8)
     sent = machine.take_outbox()
     assert (sent["T0"], "D0" in sent) == ([opened(seq="next", plan=Plan(0))], False)

@@ -1,7 +1,7 @@
 """A draft model that is asked by itself beside its drafting."""
 
 from specdec.core.backends import Proposal, Status, Verification
-from specdec.core.messages import Alive, Close, Inc, Live, Offer, Open, Plan, Resync, Verdict
+from specdec.core.messages import Alive, Close, Epoch, Live, Offer, Open, Plan, Resync, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.leases import Times
@@ -32,7 +32,7 @@ class Counting:
 def opening(seq: str, model: str) -> Open:
     spec = SequenceSpec(SamplingParams(), 1, 2, 3, model=model)
     plan = Plan(num_draft_tokens=2, mode="sequential") if model == "target" else Plan()
-    return Open(seq, Inc(1, 0), "R", (7, 8), spec, plan, lease_s=5.0)
+    return Open(seq, Epoch(1, 0), "R", (7, 8), spec, plan, lease_s=5.0)
 
 
 def make() -> tuple[DraftWorkerMachine, Counting]:
@@ -59,8 +59,8 @@ def test_it_drafts_for_the_target_and_decides_for_itself() -> None:
 
 def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> None:
     machine, backend = make()
-    inc = Inc(1, 0)
-    machine.receive(Live("R", (("drafted", inc), ("own", inc), ("neither", inc))), 4.0)
+    epoch = Epoch(1, 0)
+    machine.receive(Live("R", (("drafted", epoch), ("own", epoch), ("neither", epoch))), 4.0)
     messages = run(machine, 8.0)
     assert [m.seq for m in messages if isinstance(m, Resync)] == ["neither"]
     reports = [m.metrics for m in messages if isinstance(m, Alive)]
@@ -73,6 +73,6 @@ def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> N
 def test_each_is_closed_where_it_is() -> None:
     machine, backend = make()
     for seq in ("drafted", "own"):
-        machine.receive(Close(seq, Inc(1, 0)), 0.0)
+        machine.receive(Close(seq, Epoch(1, 0)), 0.0)
     assert sorted(backend.released) == ["drafted", "own"]
     assert run(machine) == []

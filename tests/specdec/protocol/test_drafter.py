@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.backends import Proposal, Status
-from specdec.core.messages import Candidates, Commit, Inc, Offer, Open, Plan
+from specdec.core.messages import Candidates, Commit, Epoch, Offer, Open, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import SpeculationMode
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
-INC = Inc(1, 0)
+EPOCH = Epoch(1, 0)
 
 
 class Counting:
@@ -49,15 +49,15 @@ def machine_with(
     return machine
 
 
-def open_sequence(machine, seq, plan, max_tokens=50, acceptance="coupled", inc=INC, output=()):
+def open_sequence(machine, seq, plan, max_tokens=50, acceptance="coupled", epoch=EPOCH, output=()):
     spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens)
-    machine.receive(Open(seq, inc, "R", (*PROMPT, *output), spec, plan, 5.0), 0.0)
+    machine.receive(Open(seq, epoch, "R", (*PROMPT, *output), spec, plan, 5.0), 0.0)
 
 
 def commit(machine, committed, new):
     """The router reports ``new`` after ``committed``."""
-    mark = log_of((*committed, *new)).mark()
-    machine.receive(Commit("s", INC, len(PROMPT) + len(committed), tuple(new), mark), 0.0)
+    prefix_hash = log_of((*committed, *new)).prefix_hash()
+    machine.receive(Commit("s", EPOCH, len(PROMPT) + len(committed), tuple(new), prefix_hash), 0.0)
 
 
 def settle(machine):
@@ -68,7 +68,7 @@ def settle(machine):
 
 
 def offer(committed, tokens):
-    return Offer("s", INC, log_of(committed).mark(), tuple(tokens))
+    return Offer("s", EPOCH, log_of(committed).prefix_hash(), tuple(tokens))
 
 
 def test_sequential_a_chain_ends_at_the_draft_length_and_is_offered_once():
@@ -97,7 +97,7 @@ def test_in_overlap_a_round_accepted_in_full_leaves_a_whole_draft():
     machine = machine_with(3, "overlap")
     settle(machine)
     commit(machine, (), chain(0, 4))  # three accepted, and the bonus token as foreseen
-    assert machine._rows.get("s").path.tokens == list(chain(4, 3))
+    assert machine._sequences.get("s").path.tokens == list(chain(4, 3))
 
 
 def test_a_commit_that_differs_drops_the_chain_from_there():

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from specdec.core.drafts import remaining_draft
-from specdec.core.messages import Candidates, Inc, Offer, Outcome
+from specdec.core.messages import Candidates, Epoch, Offer, Outcome
 from tests.specdec.protocol.scripted import log_of
 
-INC = Inc(1, 0)
+EPOCH = Epoch(1, 0)
 
 
 def rest_of(offer, output) -> tuple[int, ...]:
@@ -17,7 +17,7 @@ def rest_of(offer, output) -> tuple[int, ...]:
 
 
 def offer(committed, chain, branches=(), candidates=()) -> Offer:
-    return Offer("s", INC, log_of(committed).mark(), chain, tuple(branches), tuple(candidates))
+    return Offer("s", EPOCH, log_of(committed).prefix_hash(), chain, tuple(branches), tuple(candidates))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from specdec.core.log import TokenLog
 from specdec.core.messages import (
     Alive,
     Close,
+    Epoch,
     Gone,
-    Inc,
     Live,
     NewTokens,
     Notes,
@@ -66,7 +66,7 @@ def test_a_router_hands_over_what_a_worker_has_that_drains():
     assert machine.take_outbox() == {"D0": [opened(seq="new")]}
     join(machine, "T1")
     assert machine.take_outbox() == {
-        "T0": [Close("s", Inc(1, 0))],
+        "T0": [Close("s", Epoch(1, 0))],
         "T1": [opened(seq="new"), opened(n=1)],
     }
     assert machine.counters.num_handed_over == 1
@@ -77,7 +77,7 @@ def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():
     join(machine, "T1")
     machine.worker_lost("T0", 0.0)
     machine.take_outbox()
-    machine.receive(Resync("T1", "s", Inc(1, 1), 0, "draining"), 0.0)
+    machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "draining"), 0.0)
     machine.step(0.0)
     assert machine.take_outbox() == {"T1": [Live("R", (), TIMES.lease_s)]}
     join(machine, "T2")
@@ -86,7 +86,7 @@ def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():
 
 def test_where_all_targets_are_of_another_model_sequences_end():
     machine = submitted("T0", plan=Plan(0))
-    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "model"), 0.0)
+    machine.receive(Resync("T0", "s", Epoch(1, 0), 0, "model"), 0.0)
     machine.step(1.0)
     (end,) = [message for message in machine.take_outbox()["I"] if not isinstance(message, Gone)]
     assert (end.finish, end.reason) == ("error", MODEL_REPLACED)
@@ -179,7 +179,7 @@ def test_a_router_that_drains_opens_elsewhere_what_it_can():
     machine.worker_lost("T0", 1.0)
     machine.step(2.0)
     sent = machine.take_outbox()
-    assert ("s", Inc(1, 1)) in [(message.seq, message.inc) for message in sent["T1"] if isinstance(message, Open)]
+    assert ("s", Epoch(1, 1)) in [(message.seq, message.epoch) for message in sent["T1"] if isinstance(message, Open)]
     assert "I" not in sent
 
 
@@ -190,7 +190,7 @@ def test_a_request_whose_lost_end_its_tokens_tell_ends_so_where_the_model_is_gon
         machine.start(seq, PROMPT, SPEC, 0.0)
         log = TokenLog((*PROMPT, *range(5, 5 + num_tokens)))
         tokens, notes = log.tail(len(PROMPT)), Notes(provenance("p" * num_tokens), (0,) * num_tokens)
-        machine.receive(NewTokens(seq, asked(machine)[1], len(PROMPT), tokens, notes, log.mark()), 0.0)
+        machine.receive(NewTokens(seq, asked(machine)[1], len(PROMPT), tokens, notes, log.prefix_hash()), 0.0)
     machine.take_deliveries()
     machine.router_lost("R0", 0.0)
     machine.router_joined("R1", 0.0)

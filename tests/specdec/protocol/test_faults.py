@@ -66,7 +66,7 @@ def test_a_sequence_that_failed_alone_once_goes_on():
         machine.step(0.0)
     assert ends(machine) == {}
     assert len(machine.take_outbox().get("R", [])) == 0
-    assert len(next(iter(machine._rows)).log) == 5
+    assert len(next(iter(machine._sequences)).log) == 5
 
 
 def test_a_failure_of_long_ago_does_not_count(monkeypatch):
@@ -97,8 +97,8 @@ def test_one_of_many_is_found_by_halves():
     for _ in range(80):
         machine.step(0.0)
     assert machine.metrics()["num_failed_steps"] == 1 + 1 + 1 + 2  # all, a half of 17, a half of 9, alone, alone
-    assert [row.seq for row in machine._rows if row.finish == "error"] == ["20"]
-    assert all(row.suspects == "" for row in machine._rows)
+    assert [sequence.seq for sequence in machine._sequences if sequence.finish == "error"] == ["20"]
+    assert all(sequence.suspects == "" for sequence in machine._sequences)
 
 
 def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
@@ -114,7 +114,7 @@ def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
     machine.step(0.0)
     assert keys(machine) == [], "the router does not know yet"
     for message in announced:
-        machine.receive(Ack(message.seq, message.inc, message.mark.length), 0.0)
+        machine.receive(Ack(message.seq, message.epoch, message.prefix_hash.length), 0.0)
     for _ in range(2):
         machine.step(0.0)
     assert keys(machine) == [("c", "d"), ("a", "b", "c", "d")]
@@ -138,7 +138,7 @@ def test_suspects_that_find_no_room_leave_the_step_to_others():
             return Verification(Status.WAITING) if job.key == "b" else super()._decide(job)
 
     machine = machine_of(Full(), "ab")
-    machine._groups.divide([row for row in machine._rows if row.seq == "b"])
+    machine._groups.divide([sequence for sequence in machine._sequences if sequence.seq == "b"])
     assert machine.step(0.0)
     assert keys(machine) == [("b",), ("a",)]
     assert machine.metrics()["num_waiting_sequences"] == 1

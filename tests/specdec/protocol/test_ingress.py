@@ -34,7 +34,7 @@ def submission(attempt=1, output=()):
 
 def new_tokens(base, tokens, whole, attempt=1):
     notes = Notes(provenance("p" * len(tokens)), (0,) * len(tokens))
-    return NewTokens("s", attempt, P + base, tuple(tokens), notes, log_of(whole).mark())
+    return NewTokens("s", attempt, P + base, tuple(tokens), notes, log_of(whole).prefix_hash())
 
 
 def delivered(*tokens):
@@ -112,7 +112,7 @@ def test_an_end_before_what_the_client_has_is_of_another_life_of_the_router():
     machine = submitted()
     machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
     machine.take_outbox()
-    machine.receive(End("s", 1, log_of((3,)).mark(), "error", "it fails"), 1.0)
+    machine.receive(End("s", 1, log_of((3,)).prefix_hash(), "error", "it fails"), 1.0)
     assert machine.take_outbox() == {"R": [submission(2, (3, 4))]}
 
 

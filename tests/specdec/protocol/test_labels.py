@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.core.messages import Alive, Inc, Plan, Resync, Submit
+from specdec.core.messages import Alive, Epoch, Plan, Resync, Submit
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import label, labels
@@ -53,8 +53,8 @@ def test_a_drafters_lines(lines: list[str], fault: str) -> None:
 def test_a_routers_lines(lines: list[str], caplog: pytest.LogCaptureFixture) -> None:
     machine = router("T0")
     machine.receive(Submit("s", 1, "I", PROMPT, ASKED), 0.0)
-    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 0.0)
-    machine.receive(Resync("T0", "s", Inc(1, 1), 0, "draining"), 0.0)
+    machine.receive(Resync("T0", "s", Epoch(1, 0), 0, "unknown"), 0.0)
+    machine.receive(Resync("T0", "s", Epoch(1, 1), 0, "draining"), 0.0)
     for i in range(1, 9):
         join(machine, f"T{i}")
         machine.receive(Alive(f"T{i}", {"num_sequences": 1}), 0.0)
@@ -76,7 +76,7 @@ def test_an_ingress_lines(lines: list[str]) -> None:
 
 
 def test_of_many_the_first_are_named() -> None:
-    rows = [TargetMachine("T", Faulty(), TIMES)._new_row(open_message(seq=f"s{i}"), 0.0) for i in range(20)]
-    assert label(rows[3]) == "s3"
-    assert labels(rows[:2]) == "s0, s1"
-    assert labels(rows).endswith(", s15 and 4 more")
+    sequences = [TargetMachine("T", Faulty(), TIMES)._new_sequence(open_message(seq=f"s{i}"), 0.0) for i in range(20)]
+    assert label(sequences[3]) == "s3"
+    assert labels(sequences[:2]) == "s0, s1"
+    assert labels(sequences).endswith(", s15 and 4 more")

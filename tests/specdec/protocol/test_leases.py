@@ -2,28 +2,28 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.messages import Gone, Inc
-from specdec.protocol.leases import LeasedRows, Outbox, Row, Times
+from specdec.core.messages import Epoch, Gone
+from specdec.protocol.leases import LeasedSequence, LeasedSequences, Outbox, Times
 
 LEASE_S, TOMBSTONE_S = 5.0, 50.0
 
 
 @pytest.fixture
-def rows():
-    return LeasedRows(TOMBSTONE_S)
+def sequences():
+    return LeasedSequences(TOMBSTONE_S)
 
 
-def row(inc, seq="s"):
-    return Row(seq=seq, inc=Inc(*inc), lease_s=LEASE_S)
+def sequence(epoch, seq="s"):
+    return LeasedSequence(seq=seq, epoch=Epoch(*epoch), lease_s=LEASE_S)
 
 
-def test_a_tombstone_stands_for_its_time_and_is_forgotten_after_it(rows):
-    rows.drop("s", Inc(1, 0), 0.0)
-    rows.expire(TOMBSTONE_S)
-    assert rows.admit(row((1, 0)), TOMBSTONE_S) is None
-    rows.expire(TOMBSTONE_S + 1)
-    assert not rows._tombstones
-    assert rows.admit(row((1, 0)), TOMBSTONE_S + 1) is not None
+def test_a_tombstone_stands_for_its_time_and_is_forgotten_after_it(sequences):
+    sequences.drop("s", Epoch(1, 0), 0.0)
+    sequences.expire(TOMBSTONE_S)
+    assert sequences.admit(sequence((1, 0)), TOMBSTONE_S) is None
+    sequences.expire(TOMBSTONE_S + 1)
+    assert not sequences._tombstones
+    assert sequences.admit(sequence((1, 0)), TOMBSTONE_S + 1) is not None
 
 
 def test_a_tombstone_stands_for_ten_leases():
@@ -38,9 +38,9 @@ def test_an_outbox_keeps_order_per_peer_and_gives_everything_once():
     assert outbox.take() == {}
 
 
-@pytest.mark.parametrize("inc", [(1, 3), (2, 0)])
-def test_a_newer_inc_replaces_the_row(rows, inc):
-    rows.admit(row((1, 2)), 0.0)
-    newer = row(inc)
-    assert rows.admit(newer, 1.0) is newer
-    assert list(rows) == [newer]
+@pytest.mark.parametrize("epoch", [(1, 3), (2, 0)])
+def test_a_newer_inc_replaces_the_row(sequences, epoch):
+    sequences.admit(sequence((1, 2)), 0.0)
+    newer = sequence(epoch)
+    assert sequences.admit(newer, 1.0) is newer
+    assert list(sequences) == [newer]

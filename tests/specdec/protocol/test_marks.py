@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.core.log import Extension, Mark, TokenLog
+from specdec.core.log import Extension, PrefixHash, TokenLog
 from specdec.core.tokens import SharedTokens
 
 tokens_strategy = st.lists(st.integers(0, 3), max_size=8)
@@ -19,15 +19,15 @@ tokens_strategy = st.lists(st.integers(0, 3), max_size=8)
 def test_a_mark_depends_on_tokens_and_length_alone():
     log = TokenLog([5, 6])
     log.extend([7, 0])
-    assert log.mark() == TokenLog([5, 6, 7, 0]).mark()
-    assert log.mark(2) == TokenLog([5, 6]).mark()
-    assert len({TokenLog(tokens).mark() for tokens in ([], [0], [0, 0], [1, 0], [0, 1], [1], [2])}) == 7
+    assert log.prefix_hash() == TokenLog([5, 6, 7, 0]).prefix_hash()
+    assert log.prefix_hash(2) == TokenLog([5, 6]).prefix_hash()
+    assert len({TokenLog(tokens).prefix_hash() for tokens in ([], [0], [0, 0], [1, 0], [0, 1], [1], [2])}) == 7
 
 
 def test_a_mark_is_the_same_on_every_machine_and_in_every_version():
     digest = blake2b(struct.pack("<3i", 1, 70_000, 2), digest_size=8).digest()
-    assert TokenLog([1, 70_000, 2]).mark() == Mark(3, int.from_bytes(digest, "little"))
-    assert TokenLog([1, 70_000, 2]).mark().digest == 5558890658498822268
+    assert TokenLog([1, 70_000, 2]).prefix_hash() == PrefixHash(3, int.from_bytes(digest, "little"))
+    assert TokenLog([1, 70_000, 2]).prefix_hash().digest == 5558890658498822268
 
 
 def test_marks_of_long_logs_do_not_depend_on_how_they_grew_or_on_what_was_asked_before():
@@ -40,18 +40,23 @@ def test_marks_of_long_logs_do_not_depend_on_how_they_grew_or_on_what_was_asked_
     for start in range(1600, 5000, 170):
         for log in logs:
             log.extend(tokens[start : start + 170])
-        logs[0].mark(rng.randrange(start))
+        logs[0].prefix_hash(rng.randrange(start))
     logs[1].tokens  # noqa: B018  (joins the prompt and the rest)
     for length in lengths:
-        assert logs[0].mark(length) == logs[1].mark(length) == whole.mark(length) == TokenLog(tokens[:length]).mark()
+        assert (
+            logs[0].prefix_hash(length)
+            == logs[1].prefix_hash(length)
+            == whole.prefix_hash(length)
+            == TokenLog(tokens[:length]).prefix_hash()
+        )
 
 
 def test_has_compares_the_prefix_of_that_length():
     log = TokenLog([5, 6, 7])
-    assert log.has(TokenLog([5, 6]).mark())
-    assert log.has(TokenLog([]).mark())
-    assert not log.has(TokenLog([5, 7]).mark())
-    assert not log.has(TokenLog([5, 6, 7, 8]).mark())
+    assert log.has(TokenLog([5, 6]).prefix_hash())
+    assert log.has(TokenLog([]).prefix_hash())
+    assert not log.has(TokenLog([5, 7]).prefix_hash())
+    assert not log.has(TokenLog([5, 6, 7, 8]).prefix_hash())
 
 
 @pytest.mark.parametrize("num_prompt", range(5))
@@ -78,7 +83,7 @@ def test_samples_of_a_request_share_its_prompt_until_all_of_it_is_wanted_in_one_
 def test_what_a_log_hands_out_stays_as_it_is_and_cannot_be_changed():
     log = TokenLog([5], [6])
     whole, end = log.tokens, log.array(1)
-    assert log.extend_to(2, (7, 8), Mark(4, 0)) is Extension.MISMATCH
+    assert log.extend_to(2, (7, 8), PrefixHash(4, 0)) is Extension.MISMATCH
     log.extend([9] * 1000)
     assert (whole.tolist(), end.tolist()) == ([5, 6], [6])
     for array in (whole, end, log.tokens, TokenLog([5]).tokens):
@@ -108,9 +113,9 @@ def test_a_token_that_does_not_fit_is_refused_and_nothing_is_appended():
 )
 def test_extend_to(base, sent, whole, expected, after):
     log = TokenLog([5, 6], [7])
-    assert log.extend_to(base, sent, TokenLog(whole).mark()) is expected
+    assert log.extend_to(base, sent, TokenLog(whole).prefix_hash()) is expected
     assert log.tail(0) == after
-    assert log.mark() == TokenLog(after).mark()
+    assert log.prefix_hash() == TokenLog(after).prefix_hash()
 
 
 @pytest.mark.parametrize("length", [2, 2000])
@@ -118,16 +123,16 @@ def test_a_refused_extension_leaves_a_log_that_can_go_on(length):
     """Its digests forget what was refused, states kept on the way included."""
     tokens = list(range(2 * length))
     log, refused = TokenLog([], tokens[:length]), (9,) * length
-    assert log.extend_to(length, refused, Mark(2 * length, 0)) is Extension.MISMATCH
-    assert log.extend_to(length, tuple(tokens[length:]), TokenLog(tokens).mark()) is Extension.EXTENDED
-    assert log.mark(2 * length - 1) == TokenLog(tokens[:-1]).mark()
+    assert log.extend_to(length, refused, PrefixHash(2 * length, 0)) is Extension.MISMATCH
+    assert log.extend_to(length, tuple(tokens[length:]), TokenLog(tokens).prefix_hash()) is Extension.EXTENDED
+    assert log.prefix_hash(2 * length - 1) == TokenLog(tokens[:-1]).prefix_hash()
 
 
 @given(tokens_strategy, tokens_strategy, st.integers(0, 8), st.integers(0, 8))
 def test_extend_to_takes_exactly_the_logs_that_continue_this_one(mine, theirs, base, num_prompt):
     base = min(base, len(theirs))
     log = TokenLog(mine[:num_prompt], mine[num_prompt:])
-    extension = log.extend_to(base, tuple(theirs[base:]), TokenLog(theirs).mark())
+    extension = log.extend_to(base, tuple(theirs[base:]), TokenLog(theirs).prefix_hash())
     if base > len(mine):
         assert extension is Extension.GAP
     elif len(theirs) > len(mine):
@@ -139,13 +144,15 @@ def test_extend_to_takes_exactly_the_logs_that_continue_this_one(mine, theirs, b
 
 def test_two_threads_that_ask_for_a_mark_at_a_time_get_the_same():
     tokens = list(range(300_000))
-    prompt, wanted = SharedTokens(tokens[:150_000]), TokenLog(tokens).mark()
+    prompt, wanted = SharedTokens(tokens[:150_000]), TokenLog(tokens).prefix_hash()
     for _ in range(3):
-        log, found = TokenLog(SharedTokens(prompt.tokens), tokens[150_000:]), list[Mark]()
-        threads = [threading.Thread(target=lambda log=log, found=found: found.append(log.mark())) for _ in range(4)]
+        log, found = TokenLog(SharedTokens(prompt.tokens), tokens[150_000:]), list[PrefixHash]()
+        threads = [
+            threading.Thread(target=lambda log=log, found=found: found.append(log.prefix_hash())) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert found == [wanted] * 4
-        assert log.mark(200_000) == TokenLog(tokens[:200_000]).mark()
+        assert log.prefix_hash(200_000) == TokenLog(tokens[:200_000]).prefix_hash()

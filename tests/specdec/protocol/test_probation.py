@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.messages import Alive, Cancel, End, Inc, Notes, Open, Plan, Verdict
+from specdec.core.messages import Alive, Cancel, End, Epoch, Notes, Open, Plan, Verdict
 from tests.letters import provenance
 from tests.specdec.protocol.scripted import log_of
 from tests.specdec.protocol.test_router import P, join, router, submit
@@ -39,8 +39,8 @@ def decide(machine, seq, tokens=(5,), finish=None):
     log.extend(tokens)
     base = len(one.log)
     notes = Notes(provenance("p" * len(tokens)), (0,) * len(tokens))
-    inc = Inc(one.inc.attempt, one.target.n)
-    machine.receive(Verdict(seq, inc, base, tuple(tokens), notes, log.mark(), finish), 0.0)
+    epoch = Epoch(one.epoch.attempt, one.target.n)
+    machine.receive(Verdict(seq, epoch, base, tuple(tokens), notes, log.prefix_hash(), finish), 0.0)
     machine.step(0.0)
 
 

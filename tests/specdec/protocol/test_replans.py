@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from specdec.core.messages import Alive, Close, Inc, Offer, Plan, PlanUpdate, Resync
+from specdec.core.messages import Alive, Close, Epoch, Offer, Plan, PlanUpdate, Resync
 from specdec.drafting.length.plans import PlanController
 from specdec.protocol.router import RouterMachine
 from tests.letters import spelled
@@ -55,7 +55,7 @@ def test_a_change_of_plan_goes_to_both_workers():
     machine.step(0.0)
     sent = machine.take_outbox()
     assert chooser.placements == {"s": ("T0", "D0")}
-    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(5))]
 
 
 def test_a_plan_that_falls_to_nothing_leaves_the_drafter_and_one_that_rises_comes_back_under_a_new_n():
@@ -63,8 +63,8 @@ def test_a_plan_that_falls_to_nothing_leaves_the_drafter_and_one_that_rises_come
     chooser.changes = {"s": Plan()}
     machine.step(0.0)
     sent = machine.take_outbox()
-    assert updates(sent["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan())]
-    assert sent["D0"][0] == Close("s", Inc(1, 0))
+    assert updates(sent["T0"]) == [PlanUpdate("s", Epoch(1, 0), Plan())]
+    assert sent["D0"][0] == Close("s", Epoch(1, 0))
     machine.receive(verdict(0, (0,)), 0.1)
     assert set(machine.take_outbox()) == {"T0", "I"}
     machine.step(0.1)
@@ -73,9 +73,9 @@ def test_a_plan_that_falls_to_nothing_leaves_the_drafter_and_one_that_rises_come
     chooser.changes = {"s": Plan(2)}
     machine.step(0.8)
     sent = machine.take_outbox()
-    assert updates(sent["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(2))]
+    assert updates(sent["T0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(2))]
     assert sent["D0"] == [opened(n=1, output=(0,), plan=Plan(2))]
-    machine.receive(Offer("s", Inc(1, 0), log_of(()).mark(), (4, 5)), 0.9)  # of the time before
+    machine.receive(Offer("s", Epoch(1, 0), log_of(()).prefix_hash(), (4, 5)), 0.9)  # of the time before
     assert machine.take_outbox() == {}
 
 
@@ -87,13 +87,13 @@ def test_a_plan_is_repeated_as_long_as_it_is_not_that_of_the_opening():
     machine.take_outbox()
     for now_s in (1.6, 2.7):
         machine.step(now_s)
-        assert updates(machine.take_outbox()["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
-    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 2.7)
+        assert updates(machine.take_outbox()["T0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(5))]
+    machine.receive(Resync("T0", "s", Epoch(1, 0), 0, "unknown"), 2.7)
     assert machine.take_outbox()["T0"] == [opened(n=1, plan=Plan(5))]
     machine.step(3.8)
     sent = machine.take_outbox()
     assert updates(sent["T0"]) == []
-    assert updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+    assert updates(sent["D0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(5))]
 
 
 def test_a_plan_that_is_again_that_of_the_opening_is_repeated_too():
@@ -105,7 +105,7 @@ def test_a_plan_that_is_again_that_of_the_opening_is_repeated_too():
     machine.take_outbox()
     machine.step(2.0)
     sent = machine.take_outbox()
-    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), PLAN)]
+    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Epoch(1, 0), PLAN)]
 
 
 def test_a_worker_that_is_reached_again_is_told_the_plan_besides_the_opening():
@@ -117,7 +117,7 @@ def test_a_worker_that_is_reached_again_is_told_the_plan_besides_the_opening():
     join(machine, "T0", 0.7)  # it may have kept the sequence, and then ignores the opening
     assert machine.take_outbox()["T0"] == [opened(plan=Plan(5))]
     machine.step(1.8)
-    assert updates(machine.take_outbox()["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+    assert updates(machine.take_outbox()["T0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(5))]
 
 
 def test_without_a_drafter_a_plan_that_rises_waits_for_one():
@@ -160,7 +160,7 @@ def test_another_planner_plans_open_sequences_anew():
     machine, chooser = chosen(PLAN, "T0", "D0")
     machine.set_planner(lambda spec: Plan(5), 0.0)
     sent = machine.take_outbox()
-    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(5))]
     chooser.told.clear()
     machine.worker_lost("D0", 0.0)
     assert chooser.told == [], "the old one is told nothing any more"

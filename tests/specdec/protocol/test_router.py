@@ -10,7 +10,7 @@ from specdec.core.messages import (
     Close,
     Commit,
     End,
-    Inc,
+    Epoch,
     Live,
     NewTokens,
     Notes,
@@ -60,7 +60,7 @@ def submitted(*workers, plan=PLAN):
 
 def opened(n=0, output=(), attempt=1, seq="s", plan=PLAN, suspects=""):
     return Open(
-        *(seq, Inc(attempt, n), "R", SharedTokens(PROMPT), SPEC, plan, TIMES.lease_s),
+        *(seq, Epoch(attempt, n), "R", SharedTokens(PROMPT), SPEC, plan, TIMES.lease_s),
         suspects=suspects,
         output=tuple(output),
     )
@@ -71,17 +71,17 @@ def notes(tokens):
 
 
 def verdict(base, tokens, whole=None, n=0, finish=None, attempt=1):
-    mark = log_of(range(base) if whole is None else whole[:base])
-    mark.extend(tokens)
-    return Verdict("s", Inc(attempt, n), P + base, tuple(tokens), notes(tokens), mark.mark(), finish)
+    prefix_hash = log_of(range(base) if whole is None else whole[:base])
+    prefix_hash.extend(tokens)
+    return Verdict("s", Epoch(attempt, n), P + base, tuple(tokens), notes(tokens), prefix_hash.prefix_hash(), finish)
 
 
 def new_tokens(base, tokens, whole, attempt=1):
-    return NewTokens("s", attempt, P + base, tuple(tokens), notes(tokens), log_of(whole).mark(), PLAN)
+    return NewTokens("s", attempt, P + base, tuple(tokens), notes(tokens), log_of(whole).prefix_hash(), PLAN)
 
 
 def commit(base, tokens, whole, n=0):
-    return Commit("s", Inc(1, n), P + base, tuple(tokens), log_of(whole).mark())
+    return Commit("s", Epoch(1, n), P + base, tuple(tokens), log_of(whole).prefix_hash())
 
 
 def test_a_submitted_sequence_is_opened_on_a_target_and_a_drafter():
@@ -133,7 +133,7 @@ def test_a_verdict_is_acknowledged_committed_and_told():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
     assert machine.take_outbox() == {
-        "T0": [Ack("s", Inc(1, 0), P + 2)],
+        "T0": [Ack("s", Epoch(1, 0), P + 2)],
         "D0": [commit(0, (0, 1), (0, 1))],
         "I": [new_tokens(0, (0, 1), (0, 1))],
     }
@@ -149,7 +149,7 @@ def test_a_commit_follows_the_last_and_is_repeated_from_the_mark_of_the_last_off
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
     machine.receive(verdict(2, (2,)), 0.0)
-    machine.receive(Offer("s", Inc(1, 0), log_of((0, 1)).mark(), (4, 5)), 0.0)
+    machine.receive(Offer("s", Epoch(1, 0), log_of((0, 1)).prefix_hash(), (4, 5)), 0.0)
     machine.receive(verdict(3, (3,)), 0.0)
     assert machine.take_outbox()["D0"] == [
         commit(0, (0, 1), (0, 1)),
@@ -178,7 +178,7 @@ def test_new_times_hold_for_what_is_open_before_the_old_lease_runs_out():
     machine.set_times(replace(TIMES, lease_s=60.0, renew_interval_s=20.0))
     machine.receive(Want("s", 1, "I", P), 1.0)
     machine.step(1.1)
-    assert machine.take_outbox()["T0"] == [Live("R", (("s", Inc(1, 0)),), 60.0)]
+    assert machine.take_outbox()["T0"] == [Live("R", (("s", Epoch(1, 0)),), 60.0)]
     machine.step(20.0)
     assert machine.num_sessions == 1
 
@@ -195,9 +195,9 @@ def test_a_sequence_that_is_too_long_to_be_opened_ends_with_an_error_and_no_othe
     machine.take_outbox()
     machine.unsendable(opened(), "too long", 0.0)
     sent = machine.take_outbox()
-    mark = log_of(()).mark()
-    assert sent["I"] == [End("s", 1, mark, "error", "too long")]
-    assert sent["T0"] == [Close("s", Inc(1, 0))]
+    prefix_hash = log_of(()).prefix_hash()
+    assert sent["I"] == [End("s", 1, prefix_hash, "error", "too long")]
+    assert sent["T0"] == [Close("s", Epoch(1, 0))]
     machine.unsendable(opened(), "too long", 0.0)  # of the drafter's link, too
     assert machine.take_outbox() == {}
     assert machine.num_sessions == 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
-from specdec.core.messages import Cancel, Close, Inc, Open, Plan, Submit
+from specdec.core.messages import Cancel, Close, Epoch, Open, Plan, Submit
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.in_process import InProcessService
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
@@ -109,11 +109,11 @@ def test_what_is_opened_anew_is_another_span_and_each_ends_once(kind: str, spans
     machine = {"target": target, "drafter": drafter, "draft worker": DraftWorkerMachine(drafter, target)}[kind]
     machine.receive(open_message(seq="quiet"), 0.0)
     for n in (0, 0, 1):  # the second is repeated, and changes nothing
-        machine.receive(open_message(inc=Inc(1, n), trace="r"), 0.0)
+        machine.receive(open_message(epoch=Epoch(1, n), trace="r"), 0.0)
     assert [span.ends for span in spans.told] == [[""], []]
     machine.receive(open_message(seq="lapsed", trace="r"), 0.0)
-    machine.receive(Close("s", Inc(1, 1)), 0.0)
-    machine.receive(Close("s", Inc(1, 1)), 0.0)
+    machine.receive(Close("s", Epoch(1, 1)), 0.0)
+    machine.receive(Close("s", Epoch(1, 1)), 0.0)
     machine.step(2 * TIMES.lease_s)
     assert [(span.seq, span.ends) for span in spans.told] == [("s", [""]), ("s", [""]), ("lapsed", [""])]
 

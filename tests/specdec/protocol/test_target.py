@@ -8,7 +8,7 @@ from specdec.core.backends import Status, Verification
 from specdec.core.messages import (
     Ack,
     Candidates,
-    Inc,
+    Epoch,
     Live,
     Notes,
     Offer,
@@ -27,7 +27,7 @@ from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, retry_interval_s=0.5, max_unacked_tokens=6)
 TRUE = (3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4)
-INC = Inc(1, 0)
+EPOCH = Epoch(1, 0)
 
 
 class Oracle:
@@ -51,14 +51,14 @@ class Oracle:
         self.released.append(key)
 
 
-def open_message(output=(), inc=INC, plan=None, seq="s", **spec):
+def open_message(output=(), epoch=EPOCH, plan=None, seq="s", **spec):
     spec = {"sampling": SamplingParams(), "max_tokens": 12, "eos_token_ids": (EOS,), **spec}
     spec = SequenceSpec(seed=0, output_start=len(PROMPT), **spec)
-    return Open(seq, inc, "R", SharedTokens((*PROMPT, *output)), spec, plan or Plan(8), TIMES.lease_s)
+    return Open(seq, epoch, "R", SharedTokens((*PROMPT, *output)), spec, plan or Plan(8), TIMES.lease_s)
 
 
-def offer(committed, chain, inc=INC):
-    return Offer("s", inc, log_of(committed).mark(), tuple(chain))
+def offer(committed, chain, epoch=EPOCH):
+    return Offer("s", epoch, log_of(committed).prefix_hash(), tuple(chain))
 
 
 def machine_with(*messages, **backend):
@@ -72,9 +72,9 @@ def verdicts(machine):
     return machine.take_outbox().get("R", [])
 
 
-def verdict(base, tokens, notes, finish=None, inc=INC):
-    mark = log_of((*TRUE[:base], *tokens)).mark()
-    return Verdict("s", inc, len(PROMPT) + base, tuple(tokens), notes, mark, finish)
+def verdict(base, tokens, notes, finish=None, epoch=EPOCH):
+    prefix_hash = log_of((*TRUE[:base], *tokens)).prefix_hash()
+    return Verdict("s", epoch, len(PROMPT) + base, tuple(tokens), notes, prefix_hash, finish)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_rounds_are_told_one_by_one_though_nobody_took_the_outbox_between_them()
     machine = machine_with(open_message(), offer((), TRUE[:2]))
     machine.step(0.0)
     machine.step(0.0)
-    machine.receive(Ack("s", INC, len(PROMPT) + 3), 0.0)
+    machine.receive(Ack("s", EPOCH, len(PROMPT) + 3), 0.0)
     machine.step(0.0)
     assert verdicts(machine) == [
         verdict(0, TRUE[:3], Notes(provenance("aab"), (0, 0, 2))),
@@ -135,7 +135,7 @@ def test_under_the_rejection_rule_each_draft_token_comes_with_its_candidates():
     candidates = tuple(Candidates((token,), (1.0,)) for token in TRUE[:5])
     machine = machine_with(opening)
     machine.step(0.0)
-    machine.receive(Offer("s", INC, log_of(()).mark(), TRUE[:5], candidates=candidates), 0.0)
+    machine.receive(Offer("s", EPOCH, log_of(()).prefix_hash(), TRUE[:5], candidates=candidates), 0.0)
     machine.step(0.0)
     assert machine._backend.batches[1:] == [[("s", TRUE[1:3])]]
     assert machine._backend.candidates == [candidates[1:3]]
@@ -163,7 +163,7 @@ def test_finish_is_decided_while_a_run_is_walked(true, spec, backend, run, notes
 
 def test_live_may_give_a_longer_lease():
     machine = machine_with(open_message())
-    machine.receive(Live("R", (("s", INC),), 5 * TIMES.lease_s), 0.0)
+    machine.receive(Live("R", (("s", EPOCH),), 5 * TIMES.lease_s), 0.0)
     machine.step(4 * TIMES.lease_s)
     assert len(machine._backend.batches) == 1
 
@@ -182,7 +182,7 @@ def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():
     assert machine.step(0.1)
     assert not machine.step(0.2)
     assert machine.step(0.4)
-    machine.receive(PlanUpdate("s", INC, Plan(0)), 0.4)
+    machine.receive(PlanUpdate("s", EPOCH, Plan(0)), 0.4)
     assert machine.step(0.4)
     assert [batch[0][1] for batch in machine._backend.batches] == [(), TRUE[1:3], (), ()]
 
@@ -229,7 +229,7 @@ def test_what_tells_of_a_prompt_is_sent_once_until_it_is_acknowledged_and_nothin
         assert verdicts(machine) == []
     assert not machine.step(1.5)
     assert verdicts(machine) == [first], "it may be lost"
-    machine.receive(Ack("s", INC, len(PROMPT) + 1), 1.6)
+    machine.receive(Ack("s", EPOCH, len(PROMPT) + 1), 1.6)
     assert machine.step(1.6)
     (second,) = verdicts(machine)
     assert (second.tokens, second.notes.prompt_logprobs) == (TRUE[1:2], None)
@@ -249,8 +249,8 @@ def test_a_verdict_that_is_too_long_to_be_sent_ends_its_sequence_with_an_error()
 def test_a_newer_inc_replaces_the_log_and_an_older_one_does_not():
     machine = machine_with(open_message())
     machine.step(0.0)
-    machine.receive(open_message(TRUE[:5], Inc(2, 0)), 0.0)
-    machine.receive(open_message((), Inc(1, 1)), 0.0)
+    machine.receive(open_message(TRUE[:5], Epoch(2, 0)), 0.0)
+    machine.receive(open_message((), Epoch(1, 1)), 0.0)
     machine.step(0.0)
-    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes(provenance("p"), (0,)), inc=Inc(2, 0))
+    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes(provenance("p"), (0,)), epoch=Epoch(2, 0))
     assert machine._backend.released == []  # what is cached is reused

@@ -6,11 +6,11 @@ import pytest
 
 from specdec.core.messages import Ack, Offer, Outcome, Plan
 from tests.specdec.protocol.scripted import PROMPT, log_of
-from tests.specdec.protocol.test_target import INC, TRUE, machine_with, offer, open_message
+from tests.specdec.protocol.test_target import EPOCH, TRUE, machine_with, offer, open_message
 
 
 def branched(committed, chain, *branches):
-    return Offer("s", INC, log_of(committed).mark(), tuple(chain), branches)
+    return Offer("s", EPOCH, log_of(committed).prefix_hash(), tuple(chain), branches)
 
 
 def num_stale(machine):
@@ -20,8 +20,8 @@ def num_stale(machine):
 def judged(machine):
     """Rounds foreseen in time, and not foreseen, once two more have followed."""
     for _ in range(2):
-        for row in machine._rows:
-            machine.receive(Ack("s", INC, len(row.log)), 2.0)
+        for sequence in machine._sequences:
+            machine.receive(Ack("s", EPOCH, len(sequence.log)), 2.0)
         machine.step(2.0)  # none waits so long
     names = ("num_branch_hits", "num_branch_misses")
     return tuple(machine.metrics()[name] for name in names)
@@ -68,7 +68,7 @@ def test_a_sequence_that_ends_has_all_rounds_counted_but_its_last(chain, counted
     for _ in range(2):
         machine.step(0.0)
     names = ("num_branch_hits", "num_branch_misses")
-    assert machine._rows.current("s", INC).finish is not None
+    assert machine._sequences.current("s", EPOCH).finish is not None
     assert tuple(machine.metrics()[name] for name in names) == counted
 
 
@@ -92,21 +92,21 @@ def test_a_chain_made_after_a_miss_is_no_hit():
 
 
 def test_a_later_part_takes_the_place_of_an_earlier_one_and_of_no_other():
-    """Six parts of one offer, and one for an earlier mark that came late: all of use are kept."""
+    """Six parts of one offer, and one for an earlier prefix hash that came late: all of use are kept."""
     machine = machine_with(open_message(), offer((), (3, 4, 5, 6)))
     for count in range(1, 7):
         machine.receive(branched(TRUE[:1], TRUE[1 : 1 + count]), 0.0)
-    (row,) = machine._rows
-    assert [len(kept.offer.chain) for kept in row.offers] == [4, 6]
+    (sequence,) = machine._sequences
+    assert [len(kept.offer.chain) for kept in sequence.offers] == [4, 6]
     machine.receive(branched(TRUE[:1], (4, 9)), 0.0)
-    assert [len(kept.offer.chain) for kept in row.offers] == [4, 6, 2]
+    assert [len(kept.offer.chain) for kept in sequence.offers] == [4, 6, 2]
 
 
 def test_an_offer_that_was_used_up_is_not_stale():
     machine = machine_with(open_message(), offer((), TRUE[:2]))
     machine.step(0.0)
     for length in (3, 6):
-        machine.receive(Ack("s", INC, len(PROMPT) + length), 0.0)
+        machine.receive(Ack("s", EPOCH, len(PROMPT) + length), 0.0)
         machine.receive(offer(TRUE[:length], TRUE[length : length + 2]), 0.0)
         machine.step(0.0)
     assert machine.counters.num_accepted_tokens == 6
@@ -133,14 +133,14 @@ def test_an_offer_that_fits_no_more_is_dropped_when_it_comes():
     machine = machine_with(open_message(), offer((), (3, 4, 5, 6, 7, 9)))
     machine.step(0.0)
     machine.receive(offer((), (3, 4, 5, 6, 7, 9, 9)), 0.0)  # grown, still with what was used
-    (row,) = machine._rows
-    assert not row.offers
+    (sequence,) = machine._sequences
+    assert not sequence.offers
     assert num_stale(machine) == 0
     machine.receive(offer((), (9, 9)), 0.0)
-    assert not row.offers
+    assert not sequence.offers
     assert num_stale(machine) == 1
     machine.receive(branched((), (3, 4, 9), (Outcome(2, 5), (6, 7, 8, 9))), 0.0)  # some of its tail is left
-    assert len(row.offers) == 1
+    assert len(sequence.offers) == 1
 
 
 def test_an_offer_whose_chain_was_decided_may_have_a_branch_for_what_comes_next():
@@ -152,5 +152,5 @@ def test_an_offer_whose_chain_was_decided_may_have_a_branch_for_what_comes_next(
     machine.step(0.0)
     assert machine._backend.batches[-1] == [("s", (5, 6))]
     machine.receive(branched(TRUE[:2], TRUE[2:5], (Outcome(2, 9), (1,))), 0.0)  # no branch after its whole chain
-    assert [kept.is_used for row in machine._rows for kept in row.offers] == [True]
+    assert [kept.is_used for sequence in machine._sequences for kept in sequence.offers] == [True]
     assert num_stale(machine) == 1

@@ -14,13 +14,13 @@ from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, log_of
-from tests.specdec.protocol.test_drafter import INC, Counting, chain
+from tests.specdec.protocol.test_drafter import EPOCH, Counting, chain
 from tests.specdec.protocol.test_target import TIMES, TRUE, Oracle
 
 
 def opened(seq: str, wants_times: bool, plan: Plan) -> Open:
     spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 12, wants_times=wants_times)
-    return Open(seq, INC, "R", PROMPT, spec, plan, 5.0)
+    return Open(seq, EPOCH, "R", PROMPT, spec, plan, 5.0)
 
 
 def clock():
@@ -38,8 +38,8 @@ def test_a_drafter_tells_of_its_steps_once_with_the_offer_that_follows():
     offers = {offer.seq: offer for offer in machine.take_outbox()["R"]}
     assert offers["s"].steps == ((1.0, 1.0), (2.0, 2.0))
     assert offers["t"].steps == ()
-    mark = log_of(chain(0, 2)).mark()
-    machine.receive(Commit("s", INC, len(PROMPT), chain(0, 2), mark), 0.0)
+    prefix_hash = log_of(chain(0, 2)).prefix_hash()
+    machine.receive(Commit("s", EPOCH, len(PROMPT), chain(0, 2), prefix_hash), 0.0)
     while machine.step(0.0):
         pass
     assert [offer.steps for offer in machine.take_outbox()["R"]] == [((3.0, 3.0), (4.0, 4.0))]
@@ -65,7 +65,7 @@ def test_a_target_notes_its_step_and_the_drafters_at_the_last_token_of_a_round()
     for seq, wants_times in (("s", True), ("t", False)):
         machine.receive(opened(seq, wants_times, Plan(8)), 0.0)
     steps = ((0.25, 0.5), (0.5, 0.75))
-    machine.receive(Offer("s", INC, log_of(()).mark(), TRUE[:2], steps=steps), 0.0)
+    machine.receive(Offer("s", EPOCH, log_of(()).prefix_hash(), TRUE[:2], steps=steps), 0.0)
     machine.step(0.0)
     machine.step(0.0)
     newest = {verdict.seq: verdict.notes for verdict in machine.take_outbox()["R"]}

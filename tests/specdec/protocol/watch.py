@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specdec.core.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
+from specdec.core.messages import Ack, Cancel, Close, Epoch, Message, Notes, Open, Submit
 from specdec.core.types import Finish, Tokens
 from specdec.protocol.draft_sequence import DraftSequence
 from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
-from specdec.protocol.leases import Row, Times
+from specdec.protocol.leases import LeasedSequence, Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session
 from specdec.protocol.target import TargetMachine
@@ -20,7 +20,7 @@ from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine
-NEVER = Inc(-1, 0), 0.0
+NEVER = Epoch(-1, 0), 0.0
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Node:
     backends: tuple[ScriptedTarget | ScriptedDraft, ...] = ()
     stalled_until: int = 0
     model: str = "this model"
-    at_drain: set[tuple[str, Inc]] = field(default_factory=set)
+    at_drain: set[tuple[str, Epoch]] = field(default_factory=set)
 
     @property
     def is_draining(self) -> bool:
@@ -45,7 +45,7 @@ class Node:
                 return self.machine.is_draining
 
     @property
-    def rows(self) -> list[Row]:
+    def sequences(self) -> list[LeasedSequence]:
         """What it holds for others."""
         match self.machine:
             case RouterMachine():
@@ -53,9 +53,9 @@ class Node:
             case IngressMachine():
                 return []
             case DraftWorkerMachine():
-                return [*self.machine.drafter._rows, *self.machine.standalone._rows]
+                return [*self.machine.drafter._sequences, *self.machine.standalone._sequences]
             case _:
-                return list(self.machine._rows)
+                return list(self.machine._sequences)
 
 
 @dataclass
@@ -78,14 +78,14 @@ class Watch:
         self.num_opens: Counter[str] = Counter()
         self.num_draft_opens: Counter[str] = Counter()
         self.num_alone: Counter[str] = Counter()
-        self._graves: dict[tuple[str, int, str], tuple[Inc, float]] = {}
-        self._held: defaultdict[tuple[str, int], dict[str, Inc]] = defaultdict(dict)
+        self._graves: dict[tuple[str, int, str], tuple[Epoch, float]] = {}
+        self._held: defaultdict[tuple[str, int], dict[str, Epoch]] = defaultdict(dict)
         self._logs: dict[tuple[object, ...], Tokens] = {}
-        self._granted: dict[tuple[str, Inc], int] = {}
+        self._granted: dict[tuple[str, Epoch], int] = {}
         self._committed: defaultdict[str, set[Tokens]] = defaultdict(set)
 
     def follow(self, router: RouterMachine) -> None:
-        """Count who was alone on probation, or alone at all, on a worker that a router loses."""
+        """Count who was alone in quarantine, or alone at all, on a worker that a router loses."""
         lose = router._lose
 
         def count_and_lose(name: str, now_s: float, *, is_gone: bool) -> None:
@@ -102,90 +102,98 @@ class Watch:
     def drains(self, node: Node) -> None:
         """A process begins to drain: what it holds now is all that it may hold from now on."""
         if not node.is_draining:
-            node.at_drain = {(row.seq, row.inc) for row in node.rows}
+            node.at_drain = {(sequence.seq, sequence.epoch) for sequence in node.sequences}
 
     def sent(self, peer: str, message: Message, *, is_hostile: bool) -> None:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
         match message:
-            case Open(seq, inc, spec=spec) if peer.startswith("T") or spec.model == "draft":
-                self._grant(seq, inc, len(message.prompt) + len(message.output))
+            case Open(seq, epoch, spec=spec) if peer.startswith("T") or spec.model == "draft":
+                self._grant(seq, epoch, len(message.prompt) + len(message.output))
                 self.num_opens[seq] += not is_hostile
             case Submit(seq):
                 self.num_opens[seq] += not is_hostile
             case Open(seq):
                 self.num_draft_opens[seq] += not is_hostile
-            case Ack(seq, inc, length):
-                self._grant(seq, inc, length)
+            case Ack(seq, epoch, length):
+                self._grant(seq, epoch, length)
 
-    def _grant(self, seq: str, inc: Inc, length: int) -> None:
-        self._granted[seq, inc] = max(length, self._granted.get((seq, inc), 0))
+    def _grant(self, seq: str, epoch: Epoch, length: int) -> None:
+        self._granted[seq, epoch] = max(length, self._granted.get((seq, epoch), 0))
 
     def received(self, node: Node, message: Message, now: int) -> None:
         """A process has taken in a message."""
         self.moved(node, now)
         if isinstance(message, Close | Cancel):
-            inc = Inc(message.attempt, 0) if isinstance(message, Cancel) else message.inc
+            epoch = Epoch(message.attempt, 0) if isinstance(message, Cancel) else message.epoch
             if message.seq not in self._held[node.name, node.life]:
-                self._bury(node, message.seq, inc, now)
+                self._bury(node, message.seq, epoch, now)
 
     def moved(self, node: Node, now: int) -> None:
         """A process has taken in a message, or has made a step."""
-        rows, held = node.rows, self._held[node.name, node.life]
-        if not (rows or held or any(backend.held for backend in node.backends)):
+        sequences, held = node.sequences, self._held[node.name, node.life]
+        if not (sequences or held or any(backend.held for backend in node.backends)):
             return
-        incs = {row.seq: row.inc for row in rows}
-        for seq, inc in held.items():
-            if seq not in incs:
-                self._bury(node, seq, inc, now)
-        self._held[node.name, node.life] = incs
-        for row in rows:
-            expect(node.model == "this model" or isinstance(row, DraftSequence), "a sequence of another model")
-            is_new = node.is_draining and (row.seq, row.inc) not in node.at_drain
+        epochs = {sequence.seq: sequence.epoch for sequence in sequences}
+        for seq, epoch in held.items():
+            if seq not in epochs:
+                self._bury(node, seq, epoch, now)
+        self._held[node.name, node.life] = epochs
+        for sequence in sequences:
+            expect(node.model == "this model" or isinstance(sequence, DraftSequence), "a sequence of another model")
+            is_new = node.is_draining and (sequence.seq, sequence.epoch) not in node.at_drain
             expect(not is_new, "a process that drains took a sequence")
-            inc, until = self._grave(node, row.seq)
-            expect(row.inc > inc or now > until, "a closed sequence came back")
-            if isinstance(row, TargetSequence):
-                self._check_target_row(node, row, until)
-            elif isinstance(row, Session):
-                self._check_session(node, row)
-            elif isinstance(row, DraftSequence):
-                expect(len(row.branches) <= self._most_branches, "more branches than any plan allows")
-                self._check_draft_row(row)
-        known = incs.keys() | {b.key for row in rows if isinstance(row, DraftSequence) for b in row.branches.values()}
+            epoch, until = self._grave(node, sequence.seq)
+            expect(sequence.epoch > epoch or now > until, "a closed sequence came back")
+            if isinstance(sequence, TargetSequence):
+                self._check_target_sequence(node, sequence, until)
+            elif isinstance(sequence, Session):
+                self._check_session(node, sequence)
+            elif isinstance(sequence, DraftSequence):
+                expect(len(sequence.branches) <= self._most_branches, "more branches than any plan allows")
+                self._check_draft_sequence(sequence)
+        known = epochs.keys() | {
+            b.key for sequence in sequences if isinstance(sequence, DraftSequence) for b in sequence.branches.values()
+        }
         for backend in node.backends:
             expect(known >= set(backend.held), "a backend holds a sequence or branch that its machine does not")
 
     @staticmethod
-    def _check_draft_row(row: DraftSequence) -> None:
-        expect(list(row.tokens) == [*row.log.tail(0), *row.path.tokens], "a chain does not continue its log")
-        for branch in row.branches.values():
+    def _check_draft_sequence(sequence: DraftSequence) -> None:
+        expect(
+            list(sequence.tokens) == [*sequence.log.tail(0), *sequence.path.tokens], "a chain does not continue its log"
+        )
+        for branch in sequence.branches.values():
             if branch.tokens is not None:
-                whole = [*row.tokens[: branch.position], branch.token, *branch.path.tokens]
+                whole = [*sequence.tokens[: branch.position], branch.token, *branch.path.tokens]
                 expect(branch.tokens == whole, "a branch does not continue its sequence")
 
-    def _grave(self, node: Node, seq: str) -> tuple[Inc, float]:
+    def _grave(self, node: Node, seq: str) -> tuple[Epoch, float]:
         return self._graves.get((node.name, node.life, seq), NEVER)
 
-    def _bury(self, node: Node, seq: str, inc: Inc, now: int) -> None:
+    def _bury(self, node: Node, seq: str, epoch: Epoch, now: int) -> None:
         buried, until = self._grave(node, seq)
-        if inc >= buried or now > until:
-            self._graves[node.name, node.life, seq] = inc, now + self._times.tombstone_s
+        if epoch >= buried or now > until:
+            self._graves[node.name, node.life, seq] = epoch, now + self._times.tombstone_s
 
-    def _check_target_row(self, node: Node, row: TargetSequence, grave: float) -> None:
-        key, log, script = (node.name, node.life, row.seq, row.inc, grave), row.log.tail(0), self._scripts[row.seq]
+    def _check_target_sequence(self, node: Node, sequence: TargetSequence, grave: float) -> None:
+        key, log, script = (
+            (node.name, node.life, sequence.seq, sequence.epoch, grave),
+            sequence.log.tail(0),
+            self._scripts[sequence.seq],
+        )
         seen = self._logs.get(key, ())
         if log == seen:
             return
         expect(log[: len(seen)] == seen, "the target undid a token")
         ends = [n for n in range(len(PROMPT), len(log) + 1) if script.finish(log[:n]) is not None]
         expect(ends in ([], [len(log)]), "committed after finish")
-        excess = len(log) - self._granted[row.seq, row.inc]
+        excess = len(log) - self._granted[sequence.seq, sequence.epoch]
         expect(excess <= self._times.max_unacked_tokens, "more than the credit past the last acknowledgement")
         self._logs[key] = log
-        self._committed[row.seq].add(log)
+        self._committed[sequence.seq].add(log)
 
     def _check_session(self, node: Node, session: Session) -> None:
-        key, log = (node.name, node.life, session.seq, session.inc), session.log.tail(0)
+        key, log = (node.name, node.life, session.seq, session.epoch), session.log.tail(0)
         if log != self._logs.get(key, PROMPT):
             expect(log in self._committed[session.seq], "the log of record is no prefix of one log")
             self._logs[key] = log

@@ -263,8 +263,8 @@ class World:
             self.watch.drains(node)
             node.machine.drain(self.now)
             self.counts["drains"] += 1
-        elif node.rows and self.rng.random() < self.adversary.lapse:
-            self.rng.choice(node.rows).lease_until_s = 0
+        elif node.sequences and self.rng.random() < self.adversary.lapse:
+            self.rng.choice(node.sequences).lease_until_s = 0
             self.counts["lapses"] += 1
         elif self.rng.random() < self.adversary.stall:
             node.stalled_until = self.now + self.rng.randint(2, 15)
@@ -272,9 +272,13 @@ class World:
         elif self.rng.random() < self.adversary.rumour:
             self._lose(self.rng.choice(self._listeners(node.name)), node.name)
             self.counts["rumours"] += 1
-        elif node.rows and node.backends and self.rng.random() < self.adversary.plan:
-            row: Any = self.rng.choice(node.rows)
-            self._send(row.router, node.name, PlanUpdate(row.seq, row.inc, self._plan(self.scripts[row.seq].spec)))
+        elif node.sequences and node.backends and self.rng.random() < self.adversary.plan:
+            sequence: Any = self.rng.choice(node.sequences)
+            self._send(
+                sequence.router,
+                node.name,
+                PlanUpdate(sequence.seq, sequence.epoch, self._plan(self.scripts[sequence.seq].spec)),
+            )
 
     @property
     def _ingress(self) -> IngressMachine:
@@ -353,7 +357,7 @@ class World:
     def _drain(self, steps: int) -> None:
         for _ in range(steps + 3 * int(TIMES.lease_s) + 5):
             self.step()
-        expect(not any(node.rows for node in self.nodes.values()), "a sequence is held for ever")
+        expect(not any(node.sequences for node in self.nodes.values()), "a sequence is held for ever")
         expect(not len(self._ingress), "the ingress keeps a request for ever")
         held = [backend.held for node in self.nodes.values() for backend in node.backends]
         expect(not any(held), "a backend keeps a sequence")

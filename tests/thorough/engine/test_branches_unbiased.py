@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.drafts import Draft, DraftChooser, remaining_draft
 from specdec.core.log import TokenLog
-from specdec.core.messages import Ack, Candidates, Commit, Inc, Message, Offer, Open, Plan, Verdict
+from specdec.core.messages import Ack, Candidates, Commit, Epoch, Message, Offer, Open, Plan, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.types import Tokens
@@ -128,9 +128,9 @@ class BonusTestedAgain(Backend):
         return super().verification(job, run, num_accepted)
 
     def remaining(self, offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
-        n, drawn = len(log) - offer.mark.length, self.drawn.get((offer.seq, len(log)))
+        n, drawn = len(log) - offer.prefix_hash.length, self.drawn.get((offer.seq, len(log)))
         for i, (outcome, chain) in enumerate(offer.branches):
-            if outcome == (n, drawn) and log.has(offer.mark) and len(offer.candidates) > n:
+            if outcome == (n, drawn) and log.has(offer.prefix_hash) and len(offer.candidates) > n:
                 return Draft((drawn, *chain), (offer.candidates[n], *offer.branch_candidates[i]))
         return remaining_draft(offer, log, needs_candidates=needs_candidates)
 
@@ -182,13 +182,13 @@ class Line:
         sampling, eos = SamplingParams(acceptance=setup.acceptance), (END,) if setup.ends else ()
         for seed in seeds:
             spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, eos, prediction=SharedTokens(setup.prediction))
-            opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, setup.plan, 1e6)
+            opening = Open(str(seed), Epoch(0, 0), "R", PROMPT, spec, setup.plan, 1e6)
             self.target.receive(opening, 0.0)
             self.drafter.receive(opening, 0.0)
 
     def run(self) -> list[list[int]]:
         outputs: dict[str, list[int]] = {}
-        while len(self.target._rows):
+        while len(self.target._sequences):
             self.target.step(0.0)
             verdicts = self.target.take_outbox()["R"]
             for _ in range(next(self.draft_steps)):
@@ -202,12 +202,12 @@ class Line:
         return list(outputs.values())
 
     def _pass_on(self, verdict: Verdict) -> None:
-        seq, inc, length = verdict.seq, verdict.inc, verdict.mark.length
-        messages: list[Message] = [Ack(seq, inc, length)]
-        self.drafter.receive(Commit(seq, inc, verdict.base, verdict.tokens, verdict.mark), 0.0)
+        seq, epoch, length = verdict.seq, verdict.epoch, verdict.prefix_hash.length
+        messages: list[Message] = [Ack(seq, epoch, length)]
+        self.drafter.receive(Commit(seq, epoch, verdict.base, verdict.tokens, verdict.prefix_hash), 0.0)
         if verdict.finish is not None:
             for machine in (self.target, self.drafter):
-                machine._dropped(machine._rows.drop(seq, inc, 0.0))
+                machine._dropped(machine._sequences.drop(seq, epoch, 0.0))
         for message in messages:
             self.target.receive(message, 0.0)
 

@@ -211,7 +211,7 @@ def test_edge_13_offers_that_come_a_round_late_do_no_harm(
         return {"router": sent} if sent else {}
 
     def spoilt(offer: Offer) -> Offer:
-        return structs.replace(offer, mark=offer.mark._replace(digest=offer.mark.digest ^ 1))
+        return structs.replace(offer, prefix_hash=offer.prefix_hash._replace(digest=offer.prefix_hash.digest ^ 1))
 
     monkeypatch.setattr(service.drafter, "take_outbox", late)
     outputs, stats = run(service, cases)
@@ -239,9 +239,9 @@ def test_edge_14_speculation_switched_on_again_catches_up(temperature: float) ->
     def plan(num_draft_tokens: int) -> None:
         for machine in (service.target, service.drafter):
             assert machine is not None
-            row = machine._rows.get(name)
+            row = machine._sequences.get(name)
             assert row is not None
-            machine.receive(PlanUpdate(name, row.inc, Plan(num_draft_tokens, mode="sequential")), 0.0)
+            machine.receive(PlanUpdate(name, row.epoch, Plan(num_draft_tokens, mode="sequential")), 0.0)
 
     assert advance(10) == "aaaab" * 2
     plan(0)

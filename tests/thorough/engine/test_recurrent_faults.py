@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from transformers import PreTrainedModel
 
-from specdec.core.messages import Inc, Live, Open, Plan
+from specdec.core.messages import Epoch, Live, Open, Plan
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.sequences import SequenceStates
@@ -125,14 +125,14 @@ def test_leases_that_run_out_free_slots_and_blocks_on_both_workers() -> None:
     runners = [make_runner(make_recurrent("qwen3_5")) for _ in range(2)]
     target = TargetMachine("target", ModelTarget(runners[0], Sampler(VOCAB_SIZE), **lengths), Times())
     drafter = DrafterMachine("drafter", ModelDrafter(runners[1], Sampler(VOCAB_SIZE), **lengths), Times())
-    cases, inc = make_cases()[1:], Inc(1, 1)
+    cases, epoch = make_cases()[1:], Epoch(1, 1)
     names = [f"leased-{i}" for i in range(len(cases))]
     for machine in (target, drafter):
         for name, case in zip(names, cases, strict=True):
-            machine.receive(Open(name, inc, "router", tuple(case.prompt), case.spec(), Plan(4), lease_s=5.0), 0.0)
+            machine.receive(Open(name, epoch, "router", tuple(case.prompt), case.spec(), Plan(4), lease_s=5.0), 0.0)
         for _ in range(6):
             machine.step(1.0)
-        machine.receive(Live("router", ((names[0], inc),)), 4.0)
+        machine.receive(Live("router", ((names[0], epoch),)), 4.0)
     held = [in_use(runner) for runner in runners]
     for (num_blocks, num_slots), runner in zip(held, runners, strict=True):
         assert num_slots == len(cases)

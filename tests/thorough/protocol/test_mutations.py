@@ -20,13 +20,13 @@ FOUND_BY = {
     "bounded": 2,
     "bounded_reopening": 7,
     "branch_agreed": 1,
-    "branch_mark": 44,
+    "branch_prefix_hash": 44,
     "chosen_branch": 1,
     "credit": 0,
     "cumulative": 22,
     "decided_outcome": 2,
     "drafter_n": 164,
-    "end_mark": 1,
+    "end_prefix_hash": 1,
     "error_is_a_finish": 2,
     "failures_of_its_own": 0,
     "finish_equal": 2,
@@ -36,13 +36,13 @@ FOUND_BY = {
     "gap": 137,
     "heard_again": 24,
     "idempotent_open": 3,
-    "inc": 1,
+    "epoch": 1,
     "ingress_attempt": 5,
-    "ingress_mark": 137,
+    "ingress_prefix_hash": 137,
     "leases": 0,
-    "live_inc": 82,
-    "mark": 63,
-    "mark_shorter": 57,
+    "live_epoch": 82,
+    "prefix_hash": 63,
+    "prefix_hash_shorter": 57,
     "no_rewind": 0,
     "notes_by_position": 0,
     "opened_apart": 58,
@@ -73,11 +73,11 @@ def test_schedules_catch_a_rule_that_is_off(rule: str, monkeypatch: pytest.Monke
     assert not caught.startswith("raised"), "the mutation itself no longer fits the code"
 
 
-@pytest.mark.parametrize("rule", ["right_branch", "branch_mark", "decided_outcome", "chosen_branch"])
+@pytest.mark.parametrize("rule", ["right_branch", "branch_prefix_hash", "decided_outcome", "chosen_branch"])
 def test_under_the_coupled_rule_no_wrong_branch_changes_a_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ALL[rule](monkeypatch)
     monkeypatch.setattr(ScriptedTarget, "_check_draft", lambda self, job: None)
     monkeypatch.setattr(ScriptedDraft, "_check_agreed", lambda self, job, base: None)
-    monkeypatch.setattr(Watch, "_check_draft_row", lambda self, row: None)
+    monkeypatch.setattr(Watch, "_check_draft_sequence", lambda self, row: None)
     own = "a draft job is longer than the model reads"  # a branch in the place of a shorter one: the drafter's own harm
     assert {run_schedule(seed).violation for seed in range(0, sized(10, 40), 2)} <= {None, own}
