@@ -37,9 +37,9 @@ class Ingress:
         return self.tokens.open(SequenceRequest(seq, SharedTokens((1,)), SequenceSpec(SamplingParams(), 0, 1, 8)))
 
     def says(self, seq: str, tokens: tuple[int, ...], finish: str, reason: str = "") -> None:
-        mark = TokenLog([1, *tokens]).mark()
+        prefix_hash = TokenLog([1, *tokens]).prefix_hash()
         notes = Notes(provenance("p" * len(tokens)), (0,) * len(tokens))
-        self.host.post([NewTokens(seq, 1, 1, tokens, notes, mark), End(seq, 1, mark, finish, reason)])
+        self.host.post([NewTokens(seq, 1, 1, tokens, notes, prefix_hash), End(seq, 1, prefix_hash, finish, reason)])
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def started(one: AsyncGenerator[TokenDelta]) -> asyncio.Task[TokenDelta]:
     return task
 
 
-@pytest.mark.parametrize(("reason", "is_passing"), [("a hook raised", False), (MODEL_REPLACED, True)])
+@pytest.prefix_hash.parametrize(("reason", "is_passing"), [("a hook raised", False), (MODEL_REPLACED, True)])
 async def test_a_sequence_that_ends_with_an_error_gives_its_tokens_first(
     ingress: Ingress, reason: str, is_passing: bool
 ) -> None:
