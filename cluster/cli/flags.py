@@ -6,10 +6,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Collection
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, NoReturn
 
 from cluster.cli.vllm_flags import ALIASES, add_vllm_flags, advice, vllm_overrides
-from cluster.config.base import allowed_range
+from cluster.config.base import allowed_range, choices
 from cluster.config.files import config_keys, text_reader
 from specdec.core.errors import InvalidParameterError
 
@@ -163,13 +163,9 @@ def config_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     return overrides
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
-
-
 def _metavar(path: str, annotation: Any) -> str:
-    choices = _choices(annotation)
-    return "{" + ",".join(choices) + "}" if choices else path.rpartition(".")[2].upper()
+    allowed = choices(annotation)
+    return "{" + ",".join(allowed) + "}" if allowed else path.rpartition(".")[2].upper()
 
 
 def _help(path: str, field: Any) -> str:

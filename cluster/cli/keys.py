@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 from cluster.cli.flags import COMMON, flag_of
-from cluster.config.base import allowed_range
+from cluster.config.base import allowed_range, choices
 from cluster.config.files import config_keys
 
 HEADING = "## Every key\n"
@@ -28,17 +27,13 @@ def keys_table() -> Iterator[str]:
             default = field.get_default(call_default_factory=True)
             text = str(default).lower() if isinstance(default, bool) else default
             shown = "" if default in (None, {}, ()) else f"`{text}`"
-            allowed = allowed_range(field) or _choices(field.annotation)
+            allowed = allowed_range(field) or " or ".join(map(str, choices(field.annotation)))
             meaning = f"{field.description}{f' ({allowed})' if allowed else ''}".replace("|", "\\|")
             yield f"| `{path}` | `{flag_of(path)}` | {shown} | {meaning} |"
 
 
 def _title(path: str) -> str:
     return "common" if path in COMMON else path.partition(".")[0] if "." in path else "further keys"
-
-
-def _choices(annotation: object) -> str:
-    return " or ".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ""
 
 
 def main() -> None:

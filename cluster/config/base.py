@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -25,7 +25,7 @@ class StrictModel(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         for path, is_known, value in _walk(cls, data):
             if not is_known:
-                raise refused_key(path, unknown_key(path, key_paths(cls)))
+                raise refused_key(path, unknown_key(path, (known for known, _ in keys_of(cls))))
             if isinstance(value, bool):
                 raise refused_key(path, f"{path}: true and false are not allowed here")
         return data
@@ -42,14 +42,18 @@ def submodel(model: type[BaseModel], name: str) -> type[StrictModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, StrictModel) else None
 
 
-def key_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a model, sections and leaves, as dotted paths."""
-    for name in model.model_fields:
-        path = prefix + name
-        yield path
-        section = submodel(model, name)
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo | None]]:
+    """Every key of a model: its dotted path, and its field; None for a section, whose keys follow it."""
+    for name, field in model.model_fields.items():
+        path, section = prefix + name, submodel(model, name)
+        yield path, field if section is None else None
         if section is not None:
-            yield from key_paths(section, path + ".")
+            yield from keys_of(section, path + ".")
+
+
+def choices(annotation: Any) -> tuple[Any, ...]:
+    """The values that a key allows, where it names them; else none."""
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]:
@@ -70,8 +74,7 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
-    paths = list(known)
-    return f"unknown key '{key}'; the nearest known key is '{_nearest(key, paths)}'"
+    return f"unknown key '{key}'; the nearest known key is '{_nearest(key, known)}'"
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

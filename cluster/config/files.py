@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic.fields import FieldInfo
 
 from cluster.config.app import NAME_A_MODEL, ServiceConfig
-from cluster.config.base import StrictModel, key_paths, submodel, unknown_key, validated
+from cluster.config.base import StrictModel, keys_of, submodel, unknown_key, validated
 from cluster.config.environment import keys_from_environment
 from specdec.core.errors import InvalidParameterError
 
@@ -58,14 +59,9 @@ def check_named(path: str | Path, config: ServiceConfig) -> None:
         raise InvalidParameterError("target", f"{path}: target: names no model; {NAME_A_MODEL}")
 
 
-def config_keys(model: type[StrictModel] = ServiceConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and field of every leaf of the configuration."""
-    for name, field in model.model_fields.items():
-        section = submodel(model, name)
-        if section is None:
-            yield prefix + name, field
-        else:
-            yield from config_keys(section, f"{prefix}{name}.")
+def config_keys() -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted path and field of every key of the configuration that is no section."""
+    return ((path, field) for path, field in keys_of(ServiceConfig) if field is not None)
 
 
 def text_reader(annotation: Any) -> Callable[[str], Any]:
@@ -77,7 +73,9 @@ def _read_texts(values: Mapping[str, str], source: str) -> dict[str, Any]:
     known = dict(config_keys())
     for key in values:
         if key not in known:
-            raise InvalidParameterError(key, f"{source}: {unknown_key(key, key_paths(ServiceConfig))}")
+            raise InvalidParameterError(
+                key, f"{source}: {unknown_key(key, (path for path, _ in keys_of(ServiceConfig)))}"
+            )
     return {key: text_reader(known[key].annotation)(value) for key, value in values.items()}
 
 

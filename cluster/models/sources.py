@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from cluster.config.app import AppArgs
 from cluster.config.models import DraftConfig, ModelConfig
@@ -14,6 +13,7 @@ from cluster.models.demos import demo_folder
 from cluster.models.identity import draft_path, model_dtype, target_path
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.core.errors import InvalidParameterError
+from specdec.core.validation import import_callable
 from specdec.drafting.medusa import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions
@@ -97,12 +97,7 @@ def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:
     Raises:
         InvalidParameterError: One cannot be imported, or called as a processor.
     """
-    return tuple(_load_processor(name) for name in names)
-
-
-def _load_processor(name: str) -> LogitsProcessor:
-    found: LogitsProcessor = _imported("logits_processors", name)
-    return found
+    return tuple(import_callable("logits_processors", name) for name in names)
 
 
 def ngram_options(args: AppArgs) -> NgramOptions | None:
@@ -114,20 +109,8 @@ def ngram_options(args: AppArgs) -> NgramOptions | None:
     if not args.speculates:
         return None
     name = args.draft.token_drafter
-    new = None if name in (None, "ngram") else _imported("draft.method", str(name))(args)
+    new = None if name in (None, "ngram") else import_callable("draft.method", str(name))(args)
     return NgramOptions(args.most_draft_tokens, name is not None, new)
-
-
-def _imported(key: str, name: str) -> Any:
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:  # the module's own code runs here, and may raise anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise InvalidParameterError(key, f"{key}: cannot import {name}: {reason}") from error
-    if not callable(found) or isinstance(found, type):
-        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
-        raise InvalidParameterError(key, f"{key}: {name} must be a function or a callable object, and is {kind}")
-    return found
 
 
 def backend_arguments(text: str) -> tuple[str, dict[str, str]]:
@@ -151,7 +134,7 @@ def backend_of(args: AppArgs, role: BackendRole, build: Callable[[], B]) -> B:
     if args.backend is None:
         return build()
     name, options = backend_arguments(args.backend)
-    function = _imported("backend", name)
+    function = import_callable("backend", name)
     try:
         inspect.signature(function).bind(role, build, args, **options)
     except TypeError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import pkgutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import Grammar, GrammarKind
@@ -22,6 +23,24 @@ MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
 _STOPS = "a string or a list of strings, none of them empty"
 _SALTS = "a string, or a list of one for each prompt"
+
+
+def import_callable(parameter: str, name: str, *, may_be_class: bool = False) -> Callable[..., Any]:
+    """What an import string such as ``package.module:function`` names.
+
+    Raises:
+        InvalidParameterError: It cannot be imported or called, or is a class where that is of no use.
+    """
+    try:
+        found: Callable[..., Any] = pkgutil.resolve_name(name)
+    except Exception as error:  # the module's own code runs here, and may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InvalidParameterError(parameter, f"{parameter}: cannot import {name}: {reason}") from error
+    if not callable(found) or (isinstance(found, type) and not may_be_class):
+        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
+        text = f"{parameter}: {name} must be a function or a callable object, and is {kind}"
+        raise InvalidParameterError(parameter, text)
+    return found
 
 
 def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> SamplingParams:

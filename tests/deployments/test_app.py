@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_fails(tmp_path: Path, key: str) -> None:
     ("parser", "words"),
     [
         ("no_such_module:Parser", "cannot import"),
-        ("specdec.structured.parsing.calls:BEGIN", "must be callable"),
+        ("specdec.structured.parsing.calls:BEGIN", "must be a function or a callable object"),
         ("response_template", "no response template"),
     ],
 )

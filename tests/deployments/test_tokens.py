@@ -55,7 +55,7 @@ async def started(one: AsyncGenerator[TokenDelta]) -> asyncio.Task[TokenDelta]:
     return task
 
 
-@pytest.prefix_hash.parametrize(("reason", "is_passing"), [("a hook raised", False), (MODEL_REPLACED, True)])
+@pytest.mark.parametrize(("reason", "is_passing"), [("a hook raised", False), (MODEL_REPLACED, True)])
 async def test_a_sequence_that_ends_with_an_error_gives_its_tokens_first(
     ingress: Ingress, reason: str, is_passing: bool
 ) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.core.errors import InvalidParameterError
+from specdec.core.validation import import_callable
 from specdec.structured.constraints import HERMES, LLAMA3, CallForm
 from specdec.structured.parsing.calls import AnswerParser, HermesParser, Llama3Parser
 from specdec.structured.parsing.reasoning import ReasoningTags
@@ -91,7 +91,7 @@ class AnswerForms:
         self._new_parser: NewParser | None = None
         has_response_template = bool(getattr(tokenizer, "response_template", None))
         if ":" in tool_parser:
-            self._new_parser = _imported(tool_parser)
+            self._new_parser = import_callable("tool_parser", tool_parser, may_be_class=True)
         elif tool_parser == "response_template" or (tool_parser == "auto" and has_response_template):
             if not has_response_template:
                 raise InvalidParameterError("tool_parser", "tool_parser: the tokenizer has no response template")
@@ -141,14 +141,3 @@ def _hermes(tokenizer: PreTrainedTokenizerBase, prompt: str, tools: Sequence[Map
 
 def _llama3(tokenizer: PreTrainedTokenizerBase, prompt: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
     return Llama3Parser()
-
-
-def _imported(name: str) -> NewParser:
-    try:
-        found: NewParser = pkgutil.resolve_name(name)
-    except Exception as error:  # the module's own code runs here, and may raise anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise InvalidParameterError("tool_parser", f"tool_parser: cannot import {name}: {reason}") from error
-    if not callable(found):
-        raise InvalidParameterError("tool_parser", f"tool_parser: {name} must be callable, as a NewParser is")
-    return found

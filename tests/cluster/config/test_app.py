@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.app import AppArgs, ServiceConfig
-from cluster.config.base import key_paths
+from cluster.config.base import keys_of
 from cluster.config.files import load_config, merged
 from cluster.config.models import memory_amount
 from cluster.models.demos import demo_folder
@@ -100,7 +100,7 @@ def test_the_applications_arguments_are_all_but_the_address():
         None, {"target.model": "x", "target.token": "secret", "target.kv_cache_memory": "0.5", "port": 1234}
     )
     args = config.app_args()
-    assert {path.partition(".")[0] for path in key_paths(ServiceConfig)} - set(AppArgs.model_fields) == {
+    assert {path.partition(".")[0] for path, _ in keys_of(ServiceConfig)} - set(AppArgs.model_fields) == {
         "host",
         "port",
         "separate_draft",
