@@ -15,15 +15,15 @@ TIMES = LinkTimes(first_backoff_s=0.001, max_backoff_s=0.004)
 
 
 class Peers:
-    """Peers that can be dialled, a keeper, and what it tells.
+    """Peers that can be dialled, their links, and the events of these.
 
     Attributes:
-        links: Futures of the links that are up, whose result or exception ends them.
+        futures: Of the links that are up; their result or exception ends them.
         refusals: Why a peer cannot be linked to.
     """
 
     def __init__(self) -> None:
-        self.links: dict[str, asyncio.Future[None]] = {}
+        self.futures: dict[str, asyncio.Future[None]] = {}
         self.refusals: dict[str, str] = {}
         self.num_dials = 0
         self.events: list[tuple[str, str]] = []
@@ -42,11 +42,11 @@ class Peers:
         if peer in self.refusals:
             raise LinkRefusedError(self.refusals[peer])
         on_up()
-        self.links[peer] = asyncio.get_running_loop().create_future()
-        await self.links[peer]
+        self.futures[peer] = asyncio.get_running_loop().create_future()
+        await self.futures[peer]
 
     def end(self, peer: str) -> None:
-        self.links.pop(peer).set_exception(LinkError("cut"))
+        self.futures.pop(peer).set_exception(LinkError("cut"))
 
 
 @pytest.fixture
