@@ -207,7 +207,7 @@ async def test_a_callee_that_never_greets_is_given_up(ends: Ends) -> None:
         return channel
 
     ends.dialer._times = LinkTimes(open_timeout_s=0.05)
-    ends.dialer._carrier = deaf
+    ends.dialer._open_channel = deaf
     assert str(await ended(ends.dial())) == "r is silent"
     assert [channel.is_closed for channel in opened] == [True]
 
