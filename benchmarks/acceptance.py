@@ -24,9 +24,9 @@ from specdec import ModelSource, SamplingParams
 from specdec.core.messages import Notes, TokenKind, token_kind
 from specdec.core.params import Acceptance, SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.models.loading import load_tokenizer
-from specdec.sampling.philox import derive_seed
+from specdec.sampling.noise import derive_seed
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES
 
 RULES: tuple[Acceptance, ...] = ("coupled", "rejection")

@@ -23,7 +23,7 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.models.describe import linear_shapes
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.models.lora.slots import LoRAConfig

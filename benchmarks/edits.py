@@ -22,7 +22,7 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_target
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.models.loading import ModelSource, load_tokenizer
 from tests.specdec.engine.pairs import Case, run

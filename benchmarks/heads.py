@@ -21,10 +21,10 @@ from cluster.config.models import Dtype
 from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
-from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.build import BackendOptions, build_target
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.observed import ObservedTarget
 from specdec.engine.timing import StepMetrics, profile_target
 from specdec.models.loading import ModelSource, load_tokenizer

@@ -27,7 +27,7 @@ from specdec.core.backends import DraftBackend, DraftJob, Status
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Tokens
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.models.loading import ModelSource, load_tokenizer
 from tests.specdec.engine.pairs import Case
 

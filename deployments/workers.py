@@ -32,7 +32,7 @@ from deployments.transport.host import WorkerHost
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
-from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.length.estimates import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.timing import LastStep, StepMetrics, profile_drafter, profile_target

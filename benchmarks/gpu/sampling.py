@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.device import read_bandwidth, seconds
 from benchmarks.gpu.report import MissingError, Report
 from specdec.kernels.sample import NUM_ACCEPTED, SampleStep, thresholds
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 _POSITIONS = (0, 1, 100_000, 2**31 - 1)
 MOST_US = 60.0

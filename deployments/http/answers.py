@@ -16,8 +16,7 @@ from deployments.http.api import Api
 from deployments.http.errors import ClientGoneError, api_error
 from deployments.http.generation import Generation, SampleDelta
 from deployments.http.job import Job
-from deployments.http.messages import Json
-from deployments.http.writing import Event, Writer, json_bytes
+from deployments.http.writing import Event, Json, Writer, json_bytes
 
 WARNING = "x-specdec-warning"
 """Header of an answer that is whole and right, and of which something else failed."""

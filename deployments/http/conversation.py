@@ -8,15 +8,14 @@ from typing import Any
 from pydantic_core import from_json
 
 from deployments.http.api import Api
-from deployments.http.messages import Json
 from deployments.http.schemas.chat import ChatMessage, ConversationBody, ToolSpec
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
-from specdec.text.chat import encode_chat
+from specdec.text.prompts import encode_chat
 
 _CHARACTERS_PER_TURN = 16
 """About as many are tokenized in the time that a template takes for an empty message."""
 _LONG = 1 << 20
-_NO_ARGUMENTS: Json = {"type": "object", "properties": {}}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: ConversationBody) -> list[int]:
@@ -62,21 +61,21 @@ def template_of(api: Api, body: ConversationBody) -> str | None:
     return body.chat_template
 
 
-def written_tool(tool: ToolSpec) -> Json:
+def written_tool(tool: ToolSpec) -> dict[str, Any]:
     """A tool as chat templates know it."""
-    function: Json = {"name": tool.function.name}
+    function: dict[str, Any] = {"name": tool.function.name}
     if tool.function.description is not None:
         function["description"] = tool.function.description
     return {"type": "function", "function": function | {"parameters": tool.function.parameters or _NO_ARGUMENTS}}
 
 
-def _reasoning_variables(api: Api, body: ConversationBody) -> Json:
+def _reasoning_variables(api: Api, body: ConversationBody) -> dict[str, Any]:
     """How much is to be thought, in the words of the template."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
     known = api.answers.of(template_of(api, body)).variables
-    variables: Json = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
+    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
     return variables | ({"enable_thinking": effort != "none"} if "enable_thinking" in known else {})
 
 
@@ -87,13 +86,13 @@ def ignored_by_template(api: Api, body: ConversationBody) -> list[str]:
     return [] if _reasoning_variables(api, body) else ["reasoning_effort"]
 
 
-def _turns(messages: Sequence[ChatMessage]) -> list[Json]:
+def _turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as templates know them; ``developer`` is OpenAI's newer name of ``system``."""
-    turns: list[Json] = []
+    turns: list[dict[str, Any]] = []
     called: dict[str, str] = {}
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
-        turn: Json = {"role": role, "content": message.text}
+        turn: dict[str, Any] = {"role": role, "content": message.text}
         name = called.get(message.tool_call_id or "") if message.name is None else message.name
         if name is not None:
             turn["name"] = name
@@ -111,9 +110,9 @@ def _turns(messages: Sequence[ChatMessage]) -> list[Json]:
     return turns
 
 
-def _arguments(message: ChatMessage, place: int) -> list[Json]:
+def _arguments(message: ChatMessage, place: int) -> list[dict[str, Any]]:
     """The arguments of a message's calls: templates write them themselves."""
-    parsed: list[Json] = []
+    parsed: list[dict[str, Any]] = []
     for number, call in enumerate(message.tool_calls or ()):
         param = f"messages[{place}].tool_calls[{number}].function.arguments"
         try:

@@ -12,10 +12,9 @@ from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
-from deployments.http.messages import AssistantMessage, Json
 from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.tally import answer_metrics, how_it_came
-from deployments.http.writing import Event
+from deployments.http.writing import AssistantMessage, Event, Json
 from specdec.core.types import PromptLogprobs, TokenLogprobs
 from specdec.text.detokenizer import TokenTexts
 

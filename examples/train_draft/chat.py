@@ -27,7 +27,7 @@ from examples.train_draft.decode import scores
 from examples.train_draft.distill import divergence
 from examples.train_draft.loop import LossFunction, Plan
 from examples.train_draft.optimizers import Rates
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 
 def scores(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from examples.train_draft import models
 from examples.train_draft.decode import generate, scores
 from examples.train_draft.tokens import batches
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 NUM_GUESSES = (3, 5)
 

@@ -23,7 +23,7 @@ from examples.train_draft.loop import LossFunction, Plan
 from examples.train_draft.optimizers import Rates
 from examples.train_draft.tokens import batches
 from specdec.drafting.medusa import HeadsConfig, MedusaHeads
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 _LATER = 0.8
 """What each further head's loss counts for, of the one's before: Cai et al. 2024, "Medusa", section 2.2.1."""

@@ -19,7 +19,7 @@ from examples.train_draft.evaluate import Extent
 from examples.train_draft.loop import LossFunction, Plan
 from examples.train_draft.optimizers import Rates
 from examples.train_draft.tokens import batches
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 _LATER = 0.9
 """What each further place's loss counts for, of the one's before."""

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
 from specdec.cache.recurrent.binding import bind
+from specdec.cache.recurrent.opaque import SnapshotPool
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
-from specdec.cache.recurrent.snapshots import SnapshotPool
 from specdec.core.errors import reason_of
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import StepProgress

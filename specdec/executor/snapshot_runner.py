@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from specdec.cache.recurrent.opaque import run_opaque
+from specdec.cache.recurrent.opaque import SnapshotPool, run_opaque
 from specdec.cache.recurrent.slots import Window
-from specdec.cache.recurrent.snapshots import SnapshotPool
 from specdec.core.errors import ModelLoadError
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import LoadedModel

@@ -1,8 +1,13 @@
-"""Attention over the paged cache, for any transformers model that attends through ``AttentionInterface``."""
+"""Attention over the paged cache, for any transformers model that attends through ``AttentionInterface``.
+
+Layers that cache a latent per position (MLA; DeepSeek-AI 2024, "DeepSeek-V2", section 2.1) expand it to keys and values
+as a whole. So such a layer gets the blocks of the step's own rows, and attends over these blocks alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +15,6 @@ from torch import Tensor, nn
 
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import StepProgress
-from specdec.kernels.latent import Compacted, as_blocks, compact
 from specdec.kernels.segmented import (
     AttentionKernel,
     AttentionLayer,
@@ -232,3 +236,36 @@ def register_attention() -> None:
 
     if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A step over the blocks of its own rows alone; a block that rows share comes once.
+
+    Attributes:
+        step: With a block table that counts these blocks.
+        blocks: Their numbers in the pool, [blocks].
+    """
+
+    step: AttentionStep
+    blocks: Tensor
+
+
+def compact(step: AttentionStep, block_size: int) -> Compacted:
+    """The step for layers that expand what they cache. Waits for the device: the blocks must be counted."""
+    is_row = (step.span_row >= 0) & (step.span_count > 0) & (step.span_high < 0)
+    rows, last = step.span_row[is_row].long(), (step.span_start + step.span_count - 1)[is_row].long()
+    table = step.block_table[rows]
+    first_place = torch.arange(table.shape[1], device=table.device) * block_size
+    is_used = first_place <= step.place[last].unsqueeze(1)
+    blocks, numbers = torch.unique(table[is_used], return_inverse=True)
+    table[is_used] = numbers.to(table.dtype)
+    of_all = torch.zeros_like(step.block_table)
+    of_all[rows] = table
+    return Compacted(replace(step, block_table=of_all), blocks)
+
+
+def as_blocks(expanded: Tensor, block_size: int) -> Tensor:
+    """Expanded keys or values [1, H, positions, D] as a pool [blocks, block size, H, D]."""
+    positions = expanded[0].transpose(0, 1)
+    return positions.reshape(-1, block_size, *positions.shape[1:])

@@ -1,14 +1,154 @@
-"""Gumbel noise kept between steps: a position's noise is wanted again by later rounds and by other branches."""
+"""Counter-based random numbers: the same on every device, for every batch, after every restart.
+
+Philox 4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.2) maps a
+64-bit key and a 128-bit counter to four 32-bit words. Key: the sequence's seed. Counter: (index, position, purpose, 0).
+No generator has a state, so a token's noise is a function of (seed, position, token id) and of nothing else. It is kept
+between steps: later rounds and other branches want a position's noise again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.sampling.philox import gumbel
+from specdec.kernels import fixed
+from specdec.kernels.fixed import Array, module_of
+from specdec.sampling.rows import on_device
+
+Words = tuple[Array, Array, Array, Array]
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW_32_BITS = 0xFFFFFFFF
+_NUM_ROUNDS = 10
+_WORDS_PER_CALL = 4
+# Calls per pass. A CPU core keeps the buffers of a pass in its second-level cache; a GPU wants long kernels.
+_CPU_CALLS_PER_PASS = 1 << 13
+_GPU_CALLS_PER_PASS = 1 << 21
+
+
+class Purpose(IntEnum):
+    """What a random number is for; part of the counter, so that no two uses share numbers."""
+
+    GUMBEL = 0
+    """The noise both models share under the coupled rule."""
+    DRAFT = 1
+    """The drafter's draw from its truncated distribution, under the rejection rule."""
+    TARGET = 2
+    """The target's acceptance test and its own draw, under the rejection rule."""
+
+
+def derive_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+    """The seed in [0, 2**64) of one sample of one prompt of a request; the same in every process and version."""
+    mask = (1 << 64) - 1
+    packed = struct.pack("<QQQ", seed & mask, prompt_index & mask, sample_index & mask)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"specdec-seed").digest(), "little")
+
+
+def philox(counter: Words[Array], key: Array) -> Words[Array]:
+    """Philox 4x32-10.
+
+    Args:
+        counter: Four arrays of 32-bit values in 64-bit integers, each of a shape that broadcasts to [N, C].
+        key: [2, N, 1], of the same type.
+
+    Returns:
+        Four arrays [N, C] of 32-bit values.
+    """
+    steps = module_of(key).asarray(_KEY_STEPS, dtype=key.dtype, device=key.device).reshape(2, 1, 1)
+    c0, c1, c2, c3 = counter
+    for _ in range(_NUM_ROUNDS):
+        # c1 and c3 carry garbage above bit 31, which is masked away where it would matter.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) ^ (c1 ^ key[0])) & _LOW_32_BITS
+        c2 = ((product0 >> 32) ^ (c3 ^ key[1])) & _LOW_32_BITS
+        c1, c3 = product1, product0
+        key = (key + steps) & _LOW_32_BITS
+    return c0, c1 & _LOW_32_BITS, c2, c3 & _LOW_32_BITS
+
+
+def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str) -> Tensor:
+    """Standard Gumbel noise for every token of the vocabulary at one position per row.
+
+    Token t takes word t % 4 of the call with counter (t // 4, position, GUMBEL, 0), so its noise does not depend on
+    ``vocab_size``. See :func:`specdec.kernels.fixed.gumbel` for what is made of the word: the same bits on all devices.
+
+    Args:
+        seeds: 64-bit seeds in [0, 2**64), N of them.
+        positions: Absolute positions of the tokens to be chosen, below 2**32, N of them.
+        vocab_size: V.
+        device: Where the noise is made.
+
+    Returns:
+        float32 [N, V].
+    """
+    device = torch.device(device)
+    num_calls = -(-vocab_size // _WORDS_PER_CALL)
+    noise = torch.empty(len(seeds), num_calls, _WORDS_PER_CALL, device=device)
+    out = noise.numpy() if device.type == "cpu" else noise
+    calls_per_pass = _CPU_CALLS_PER_PASS if device.type == "cpu" else _GPU_CALLS_PER_PASS
+    rows_per_pass = max(1, calls_per_pass // num_calls)
+    for start in range(0, len(seeds), rows_per_pass):
+        rows = slice(start, start + rows_per_pass)
+        for first in range(0, num_calls, calls_per_pass):
+            calls = slice(first, min(first + calls_per_pass, num_calls))
+            words = _call(calls, seeds[rows], positions[rows], Purpose.GUMBEL, device)
+            out[rows, calls] = fixed.gumbel(module_of(out).stack(words, -1))
+    return noise.flatten(1)[:, :vocab_size]
+
+
+def uniforms(
+    seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, device: torch.device | str, num_pairs: int = 1
+) -> Tensor:
+    """Pairs of independent uniforms, strictly inside (0, 1), for each (seed, position, purpose).
+
+    Args:
+        seeds: 64-bit seeds in [0, 2**64), N of them.
+        positions: Absolute positions below 2**32, N of them.
+        purpose: What the numbers are for.
+        device: Where they are made.
+        num_pairs: P.
+
+    Returns:
+        float64 [N, 2 * P], of 52 random bits each: the first ones of all pairs, then the second ones.
+    """
+    words = _call(slice(0, num_pairs), seeds, positions, purpose, torch.device(device))
+    xp = module_of(words[0])
+    high, low = xp.concatenate((words[0], words[2]), 1), xp.concatenate((words[1], words[3]), 1)
+    bits = (high << 20) | (low >> 12)
+    return (torch.asarray(xp.asarray(bits, dtype=xp.float64)) + 0.5) * 2.0**-52
+
+
+def _call(
+    calls: slice, seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, device: torch.device
+) -> Words[Any]:
+    """Philox at counters (calls, positions, purpose, 0), as four arrays [N, C] of one row per seed.
+
+    In numpy's uint64 on a CPU, else in torch's int64.
+    """
+    key = np.array(seeds, dtype=np.uint64)
+    counters: list[NDArray[np.uint64]] = [
+        np.arange(calls.start, calls.stop, dtype=np.uint64)[None],
+        np.array(positions, dtype=np.uint64)[:, None],
+        np.full((1, 1), int(purpose), dtype=np.uint64),
+        np.zeros((1, 1), dtype=np.uint64),
+        np.stack((key & _LOW_32_BITS, key >> 32))[:, :, None],
+    ]
+    if device.type == "cpu":
+        c0, c1, c2, c3, keys = counters
+        return philox((c0, c1, c2, c3), keys)
+    t0, t1, t2, t3, tensor_keys = on_device(device, *(each.view(np.int64) for each in counters))
+    return philox((t0, t1, t2, t3), tensor_keys)
+
 
 _POSITIONS_PER_BLOCK = 8
 _BYTES_PER_VALUE = 4
@@ -18,7 +158,7 @@ Block = tuple[int, int]
 
 
 class NoiseCache:
-    """The newest blocks of :func:`~specdec.sampling.philox.gumbel` noise, eight positions of one seed each.
+    """The newest blocks of :func:`~specdec.sampling.noise.gumbel` noise, eight positions of one seed each.
 
     A round verifies positions that the round before has verified too, and a drafter's branches share theirs, so that
     most rows are made once and read several times; and a block of eight rows costs about three times one row. What

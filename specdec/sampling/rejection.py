@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec.core.drafts import children_of, depths
-from specdec.sampling.philox import Purpose, uniforms
+from specdec.sampling.noise import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun, on_device
 

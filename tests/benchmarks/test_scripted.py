@@ -13,7 +13,7 @@ from benchmarks.scripted import RANK_SHARES, Script, ScriptedDrafter, ScriptedTa
 from specdec.core.backends import DraftJob, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from tests.specdec.engine.pairs import Case, run
 
 VOCABULARY = tuple(range(100, 200, 3))

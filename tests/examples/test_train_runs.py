@@ -28,7 +28,7 @@ from examples.train_draft.models import Shape
 from examples.train_draft.optimizers import Rates
 from specdec.drafting.medusa import HeadsConfig, load_heads
 from specdec.models.loading import prepare_model
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 
 SHAPE = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=64, max_positions=64)
 PLAN = Plan(num_steps=0, window_tokens=8, batch_size=4, micro_batch_size=2, save_every_s=0.0, log_every_steps=1)

@@ -16,7 +16,7 @@ from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
 from specdec.models.loading import prepare_model
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
-from specdec.sampling.philox import Purpose, gumbel, uniforms
+from specdec.sampling.noise import Purpose, gumbel, uniforms
 from tests.specdec.engine.contract import SAMPLINGS, Soak
 from tests.specdec.engine.pairs import backend
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE, make_model

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
 from tests.specdec.engine.contract import SAMPLINGS, Shadow, generate

@@ -8,7 +8,7 @@ from specdec.core.backends import VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
 from specdec.models.loading import load_tokenizer

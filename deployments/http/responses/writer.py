@@ -17,11 +17,10 @@ from deployments.http.errors import ApiError
 from deployments.http.formats import chat_entries
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
-from deployments.http.messages import AssistantMessage, Json
-from deployments.http.responses.kept import StoredConversation
+from deployments.http.responses.items import StoredConversation
 from deployments.http.schemas.responses import FunctionChoice, ResponsesBody
 from deployments.http.tally import answer_metrics
-from deployments.http.writing import Event, WrittenList
+from deployments.http.writing import AssistantMessage, Event, Json, WrittenList
 from specdec.core.types import Finish
 from specdec.structured.parsing.calls import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
 

@@ -11,11 +11,10 @@ from deployments.http.conversation import conversation_tokens, ignored_by_templa
 from deployments.http.formats import ChatFormat, CompletionFormat, Envelope
 from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job, completion_job
-from deployments.http.messages import Json
 from deployments.http.schemas.chat import ChatBody, ChatMessages, CompletionBody, ConversationBody
 from deployments.http.schemas.fields import Body, Integers
 from deployments.http.strict_json import StrictJsonRequest, StrictJsonRoute
-from deployments.http.writing import json_bytes
+from deployments.http.writing import Json, json_bytes
 from specdec.core.errors import InvalidParameterError
 from specdec.text.prompts import check_token_ids
 

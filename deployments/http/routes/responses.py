@@ -13,23 +13,25 @@ from deployments.http.conversation import conversation_tokens, ignored_by_templa
 from deployments.http.errors import ApiError
 from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job
-from deployments.http.messages import Json
 from deployments.http.request_context import RequestContext
-from deployments.http.responses.kept import (
+from deployments.http.responses.items import (
     Record,
     StoredConversation,
+    Turns,
+    as_chat,
     conversation_of,
     earlier_record,
+    named_as_sent,
     owner_of,
     read_items,
+    turns_of,
     written_items,
 )
-from deployments.http.responses.translation import Turns, as_chat, named_as_sent, turns_of
 from deployments.http.responses.writer import ResponseWriter
 from deployments.http.schemas.responses import Included, ResponsesBody
 from deployments.http.store import Store
 from deployments.http.strict_json import StrictJsonRoute
-from deployments.http.writing import json_bytes
+from deployments.http.writing import Json, json_bytes
 from specdec.core.errors import UnsupportedParameterError
 
 router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)

@@ -21,9 +21,7 @@ from specdec.cache.recurrent.rescan import TensorShape
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import StepProgress
 from specdec.kernels.conv import ConvShape
-from specdec.kernels.delta import DeltaRule
-from specdec.kernels.mamba import Mamba1, Mamba2
-from specdec.kernels.scan import Scan
+from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
 
 
 def names_used(module: nn.Module) -> frozenset[str]:

@@ -67,7 +67,7 @@ def weigh(
 
 @triton.jit
 def _uniform(high, low):
-    """53 bits of two words, as ``specdec.sampling.philox.uniforms`` takes them: strictly inside (0, 1)."""
+    """53 bits of two words, as ``specdec.sampling.noise.uniforms`` takes them: strictly inside (0, 1)."""
     bits = (high.to(tl.int64) << 20) | (low.to(tl.int64) >> 12)
     return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
 

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import import_callable
 from specdec.structured.constraints import HERMES, LLAMA3, CallForm
-from specdec.structured.parsing.calls import AnswerParser, HermesParser, Llama3Parser
+from specdec.structured.parsing.calls import (
+    AnswerParser,
+    HermesParser,
+    Llama3Parser,
+    ResponseTemplateParser,
+    tells_reasoning,
+)
 from specdec.structured.parsing.reasoning import ReasoningTags
-from specdec.structured.parsing.response_template import ResponseTemplateParser, tells_reasoning
 from specdec.text.detokenizer import special_token_ids
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from benchmarks.modes.summary import SummaryRow, summarize
 from cluster.config.app import AppArgs
 from specdec.core.errors import InvalidParameterError
 from specdec.drafting.length.modes import expected_tokens
-from specdec.sampling.philox import derive_seed
+from specdec.sampling.noise import derive_seed
 from tests.benchmarks.modes.virtual import virtual_pair
 from tests.clock import VirtualClock
 

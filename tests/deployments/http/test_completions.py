@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, InternalServerError
 
 from specdec.core.errors import ServiceUnavailableError
-from specdec.sampling.philox import derive_seed
+from specdec.sampling.noise import derive_seed
 
 from .conftest import TEXT, Bench
 

@@ -7,7 +7,7 @@ from itertools import cycle
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import Bounds
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import TokenDelta

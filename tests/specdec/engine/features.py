@@ -16,7 +16,7 @@ from specdec.core.types import Adapter
 from specdec.drafting.medusa import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.pipeline import Sampler

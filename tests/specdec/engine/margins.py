@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.core.messages import Candidates
 from specdec.sampling.acceptance import decide
-from specdec.sampling.philox import Purpose, uniforms
+from specdec.sampling.noise import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows
 

@@ -16,7 +16,7 @@ from specdec.core.tokens import SharedTokens
 from specdec.core.types import Adapter, Finish
 from specdec.drafting.medusa import DraftHeads, HeadDrafter
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner

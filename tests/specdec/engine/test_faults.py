@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core.errors import DeviceLostError
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.sampling.pipeline import RowGroup, Sampler

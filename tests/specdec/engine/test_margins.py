@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling.acceptance import verify
-from specdec.sampling.philox import Purpose, gumbel, uniforms
+from specdec.sampling.noise import Purpose, gumbel, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.specdec.engine.margins import shortfall
 

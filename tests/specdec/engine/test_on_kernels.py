@@ -8,7 +8,7 @@ from unittest.mock import patch
 from specdec.core.backends import DraftJob, Proposal
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Record

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import RowInput
 from specdec.sampling.pipeline import LogitsProcessor

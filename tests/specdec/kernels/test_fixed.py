@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.kernels import fixed
-from specdec.sampling.philox import Purpose, gumbel
+from specdec.sampling.noise import Purpose, gumbel
 from tests.specdec.kernels.interpreter import interpreted
 
 EXTREMES = [0, 1, 2, 2**30, 2**31 - 1, 2**31, 3 * 2**30 - 1, 3 * 2**30, 3 * 2**30 + 2, 2**32 - 2, 2**32 - 1]

@@ -7,8 +7,8 @@ import torch
 
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels import gather
+from specdec.kernels.attention import compact
 from specdec.kernels.gather import GatherAttention, Workspace
-from specdec.kernels.latent import compact
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.models.loading import LoadedModel
 from tests.specdec.kernels.steps import spread_step

@@ -14,11 +14,11 @@ from specdec.core.errors import NOT_FINITE
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.kernels.delta import DeltaRule
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
+from specdec.kernels.scan import DeltaRule
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import Case, run

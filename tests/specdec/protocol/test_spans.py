@@ -10,7 +10,7 @@ import pytest
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.messages import Cancel, Close, Epoch, Open, Plan, Submit
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
 from tests.letters import spelled

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling.acceptance import verify_coupled
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES, propose_truncated, verify_rejection
 from tests.sizes import sized

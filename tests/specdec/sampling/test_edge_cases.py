@@ -7,7 +7,7 @@ import torch
 
 from specdec.core.params import SamplingParams, StopCondition
 from specdec.sampling.acceptance import verify_coupled
-from specdec.sampling.philox import Purpose, uniforms
+from specdec.sampling.noise import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import propose_truncated, verify_rejection
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from specdec.sampling import noise as module
-from specdec.sampling.noise import NoiseCache
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import NoiseCache, gumbel
 
 CPU = torch.device("cpu")
 VOCAB = 24

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from specdec.sampling import philox as module
-from specdec.sampling.philox import Purpose, derive_seed, gumbel, philox, uniforms
+from specdec.sampling import noise as module
+from specdec.sampling.noise import Purpose, derive_seed, gumbel, philox, uniforms
 
 MASK = 0xFFFFFFFF
 # Random123, tests/kat_vectors: philox4x32 10, counter, key, expected words.

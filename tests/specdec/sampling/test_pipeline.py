@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.kernels import sample
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from tests.specdec.hooks import by_row
 

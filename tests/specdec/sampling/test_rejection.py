@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.core.params import SamplingParams
 from specdec.sampling import rejection as module
-from specdec.sampling.philox import Purpose, uniforms
+from specdec.sampling.noise import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES, propose_truncated, verify_rejection
 

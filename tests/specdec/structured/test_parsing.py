@@ -17,10 +17,10 @@ from specdec.structured.parsing.calls import (
     Llama3Parser,
     PlainParser,
     ReasoningDelta,
+    ResponseTemplateParser,
     ToolCallDelta,
 )
 from specdec.structured.parsing.reasoning import ReasoningCounter, ReasoningParser, ReasoningTags, WithoutReasoning
-from specdec.structured.parsing.response_template import ResponseTemplateParser
 
 Said = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and the name and arguments of each call."""

@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.core.errors import InvalidParameterError
 from specdec.structured.constraints import HERMES, LLAMA3, CallForm
-from specdec.structured.parsing.calls import HermesParser, Llama3Parser
+from specdec.structured.parsing.calls import HermesParser, Llama3Parser, ResponseTemplateParser
 from specdec.structured.parsing.reasoning import ReasoningTags
-from specdec.structured.parsing.response_template import ResponseTemplateParser
 from specdec.structured.parsing.selection import AnswerForms
 
 THINK = ReasoningTags("<think>", "</think>")

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
 from specdec.core.errors import InvalidParameterError
-from specdec.text.chat import encode_chat
+from specdec.text.prompts import encode_chat
 
 FOLDER = Path(specdec.demo.__path__[0])
 ASK = [{"role": "user", "content": "Add two numbers.\n\nQuickly."}]

@@ -6,8 +6,7 @@ import pytest
 
 from specdec.core.messages import Notes
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.group import Group
+from specdec.drafting.length.controller import Controller, Group
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Planner, fixed_plan
 from tests.letters import provenance
 from tests.specdec.drafting.length.machines import Pair, Service

@@ -19,7 +19,7 @@ import torch
 from specdec.core.errors import NOT_FINITE
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import slots as pool_module

@@ -22,7 +22,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.types import Tokens
 from specdec.drafting import ngram as ngram_module
-from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.protocol import target as target_module

@@ -12,7 +12,7 @@ import pytest
 from specdec.core.params import SamplingParams
 from specdec.core.types import TokenLogprobs
 from specdec.drafting.ngram import NgramOptions
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect

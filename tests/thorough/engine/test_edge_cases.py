@@ -10,7 +10,7 @@ from specdec.core.backends import DraftJob, Proposal
 from specdec.core.messages import Message, Offer, Plan, PlanUpdate
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.protocol.draft_sequence import DraftSequence
 from tests.letters import spelled

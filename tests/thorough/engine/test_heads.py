@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specdec.core.drafts import DraftChooser
 from specdec.core.params import SamplingParams
-from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.engine.timing import StepTimer
 from specdec.executor.runner import ModelRunner

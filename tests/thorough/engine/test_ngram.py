@@ -13,7 +13,7 @@ import pytest
 from specdec.core.params import SamplingParams
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.params import SamplingParams
-from specdec.engine.in_process import InProcessService
-from specdec.sampling.philox import gumbel
+from specdec.engine.engine import InProcessService
+from specdec.sampling.noise import gumbel
 from tests.letters import spelled
 from tests.sizes import some
 from tests.specdec.engine.pairs import (

@@ -9,7 +9,7 @@ from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import checked_window
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.messages import Epoch, Live, Open, Plan
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import RowInput

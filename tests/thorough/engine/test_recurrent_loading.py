@@ -11,8 +11,7 @@ from specdec.core.errors import ModelLoadError
 from specdec.core.params import SamplingParams
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.engine import SpeculativeEngine
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService, SpeculativeEngine
 from specdec.engine.target import ModelTarget
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import ModelSource, prepare_model

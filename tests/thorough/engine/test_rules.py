@@ -10,7 +10,7 @@ from specdec.core.messages import Candidates
 from specdec.core.params import Acceptance, SamplingParams
 from specdec.engine.target import ModelTarget
 from specdec.sampling.acceptance import propose
-from specdec.sampling.philox import gumbel
+from specdec.sampling.noise import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from specdec.core.params import Acceptance
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.sampling.rows import RowGroup
 from specdec.structured import matchers as matchers_module

@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
+from specdec.cache.recurrent.opaque import SnapshotPool
 from specdec.cache.recurrent.slots import SequenceState
-from specdec.cache.recurrent.snapshots import SnapshotPool
 from specdec.core.errors import ModelLoadError
 from specdec.executor.runner import RowInput
 from specdec.executor.snapshot_runner import SnapshotRunner

@@ -10,7 +10,7 @@ import pytest
 from specdec.core.drafts import NO_DRAFT, Draft, nodes_of, tree_shape
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Tokens
-from specdec.drafting.length.gains import PROBE_EVERY, REVIEW_EVERY, DraftGains
+from specdec.drafting.length.estimates import PROBE_EVERY, REVIEW_EVERY, DraftGains
 from specdec.drafting.ngram import LONG_MATCH
 from specdec.engine.timing import StepTimer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.drafting.length.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
+from specdec.drafting.length.controller import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
 from specdec.drafting.length.modes import OFF, Bounds, pace
 from tests.specdec.drafting.length.test_modes import conditions
 

@@ -12,13 +12,14 @@ from specdec.drafting.length.modes import (
     Bounds,
     Choice,
     Conditions,
+    StepTime,
+    StepTimes,
     best_by_mode,
     expected_tokens,
     guess_rate_of,
     hit_rate,
     pace,
 )
-from specdec.drafting.length.step_times import StepTime, StepTimes
 
 FLAT = StepTimes((StepTime(1, 1, 0.03, 9), StepTime(1, 64, 0.03, 9)))
 

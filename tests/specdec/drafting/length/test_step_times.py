@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdec.drafting.length.step_times import StepTime, StepTimes, interpolate, step_times
+from specdec.drafting.length.modes import StepTime, StepTimes, interpolate, step_times
 from specdec.engine.timing import StepTimer
 
 
