@@ -21,7 +21,7 @@ from cluster.config.limits import ResponsesStore
 from deployments.http import writing as writing_module
 from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
-from deployments.http.responses import kept as kept_module
+from deployments.http.responses import items as items_module
 from deployments.http.routes import responses as responses_module
 from deployments.http.service import ApiSettings
 from deployments.http.store import MemoryStore, Store
@@ -281,9 +281,9 @@ async def test_nothing_long_is_written_or_read_on_the_event_loop(
 
     dumps, read = writing_module._dumps, SimpleNamespace(loads=lambda text: json.loads(noted(text)))
     monkeypatch.setattr(writing_module, "_dumps", lambda value: noted(dumps(value)))
-    for module in (writing_module, kept_module):
+    for module in (writing_module, items_module):
         monkeypatch.setattr(module, "json_bytes", lambda value: noted(json_bytes(value)))
-    for module in (kept_module, responses_module):
+    for module in (items_module, responses_module):
         monkeypatch.setattr(module, "json", read)
     entry = TokenLogprobs(-0.5, 1, ((1, -0.5),) * 20)
     tokens = bench.tokenizer.encode("x = 1\n" * 100)
