@@ -26,7 +26,7 @@ from cluster.config.environment import prepare_for_ray
 from cluster.config.names import APPLICATION_NAME, INGRESS, LOADERS, LOCAL_APPLICATION, STATUS, STATUS_PARTS
 from cluster.launch.placement import placement_of, ray_devices
 from cluster.launch.startup import starting
-from cluster.launch.supervise import OwnProcesses, is_alive
+from cluster.launch.supervise import is_alive
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.core.types import Progress
 
@@ -92,7 +92,6 @@ WATCH_S = 2.0
 HTTP_TIMEOUT_S = 30.0
 DELETE_S = 30.0
 SIGNAL_S = 0.3
-STOP_GRACE_S = 5.0
 
 
 class LaunchError(SpecdecError):
@@ -108,7 +107,7 @@ class LaunchError(SpecdecError):
 
 
 class LocalService:
-    """Ray and the application in processes below this one.
+    """Ray and the application in processes below this one; what is left of them, :mod:`cluster.launch.supervise` ends.
 
     The steps are separate, so that a caller can be interrupted in any of them and still ``stop``.
 
@@ -122,7 +121,6 @@ class LocalService:
         self._config = config
         self._report = report
         self._application = application
-        self._processes = OwnProcesses()
         self._states: dict[str, str] = {}
         self._log_folder = ""
         self._is_ray_started = False
@@ -160,8 +158,7 @@ class LocalService:
             logging_level="debug" if debug else "error",
             object_store_memory=OBJECT_STORE_BYTES,
         )
-        self._processes.note()
-        self._heart = self._processes.children("raylet", "gcs_server")
+        self._heart = [one for one in psutil.Process().children() if one.name() in ("raylet", "gcs_server")]
         self._log_folder = f"{context.address_info['session_dir']}/logs/serve"
         have = ray.cluster_resources()
         self._report(f"Ray is up: {have.get('CPU', 0):g} cores, {have.get('GPU', 0):g} GPUs")
@@ -207,7 +204,6 @@ class LocalService:
                 for part, app in status_applications(self._config).items()
             ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        self._processes.note()
         self._report("replicas start and load their models")
 
     def wait_until_ready(self) -> None:
@@ -226,7 +222,6 @@ class LocalService:
             time.sleep(POLL_S)
         self._is_ready = True
         self._wait_for_http()
-        self._processes.note()
 
     def watch(self) -> None:
         """Report every change of the replicas until interrupted.
@@ -247,11 +242,8 @@ class LocalService:
             import ray
 
             self._report("stopping; Ctrl-C again to force")
-            self._processes.note()
             self._stop_application()
-            self._processes.note()
             ray.shutdown()
-        self._processes.stop(STOP_GRACE_S)
 
     def _stop_application(self) -> None:
         """Drain the application and delete it; where it never got ready no request runs.

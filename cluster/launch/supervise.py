@@ -37,10 +37,6 @@ class OwnProcesses:
         """Those of the processes seen that still run."""
         return [process for process in self._seen if is_alive(process)]
 
-    def children(self, *names: str) -> list[psutil.Process]:
-        """Processes that the root itself has started and that are called so."""
-        return [process for process in self._root.children() if process.name() in names]
-
     def stop(self, grace_s: float) -> int:
         """End what is left: wait ``grace_s`` seconds for it to end by itself, then ask, then kill; kill at once for 0.
 

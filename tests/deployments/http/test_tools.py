@@ -259,7 +259,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NOW, ODD], "tool_choice": "required"}, "tools", "'x-guidance'"),
     ({"chat_template": NO_TOOLS}, "tools", "has no tools"),
     ({"chat_template": OTHER_TOOLS}, "tools", "not known"),
-    ({"chat_template": LLAMA_LIKE, "response_format": {"type": "json_object"}}, "response_format", "distinguished from other"),
+    ({"chat_template": LLAMA_LIKE, "response_format": {"type": "json_object"}}, "response_format", "other JSON"),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "triggers"),
     ({"guided_regex": "("}, "guided_regex", "unclosed"),
 ]
