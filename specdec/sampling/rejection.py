@@ -110,51 +110,92 @@ def verify_rejection(
     Returns:
         One entry per group. One transfer from the device for all of them.
     """
-    rows, device, num_groups = Rows(groups), target_probs.device, len(groups)
+    rows, device = Rows(groups), target_probs.device
     parents = [group.parents or range(-1, len(group.draft) - 1) for group in groups]
-    children = [children_of(tree) for tree in parents]
-    most = max((len(nodes) for of_tree in children for nodes in of_tree.values()), default=1)
-    child_rows, tokens, at = on_device(
-        device,
-        np.array(_child_rows(rows, children, most), dtype=np.int64).reshape(-1, most),
-        np.array([token for group in groups for token in (0, *group.draft)], dtype=np.int64),
-        np.array(rows.starts, dtype=np.int64),
-    )
-    # A row of nothing for groups without a draft.
-    ids, probs = (
-        functional.pad(values, (0, 0, 0, 1))
-        for values in _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
-    )
-    numbers = torch.arange(num_groups, device=device)
-    is_done = torch.zeros(num_groups, dtype=torch.bool, device=device)
-    weights, by, reached = target_probs[at], torch.zeros(num_groups, dtype=torch.float64, device=device), []
+    drafts = _drafted(rows, parents, draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
     num_places = 1 + max((max(depths(tree), default=0) for tree in parents), default=0)
     seeds = [group.spec.seed for group in groups] * num_places
     positions = [len(group.tokens) + place for place in range(num_places) for group in groups]
-    uniforms_of = uniforms(seeds, positions, Purpose.TARGET, device, most).view(num_places, num_groups, 2 * most)
-    for uniform in uniforms_of:
-        p, there, has_moved = target_probs[at], at, is_done
-        for number in range(most):
-            child = child_rows[there, number]
-            # Before a row of group g there are as many first rows, which hold no draft, and that of g.
-            draft, token = (child - numbers - 1).clamp_min(0), tokens[child.clamp_min(0)].unsqueeze(1)
-            drawn = probs[draft].masked_fill(ids[draft] != token, 0).sum(1)
-            is_tested = ~has_moved & (child >= 0) & (drawn > 0)
-            token = torch.where(drawn.unsqueeze(1) > 0, token, 0)
-            left = p / p.sum(1, keepdim=True) if number else p
-            passes = uniform[:, number] * drawn < left.gather(1, token).squeeze(1)
-            at = torch.where(is_tested & passes, child, at)
-            has_moved = has_moved | (is_tested & passes)
-            p = torch.where((is_tested & ~passes).unsqueeze(1), _residual(left, ids[draft], probs[draft]), p)
+    most = drafts.child_rows.shape[1]
+    numbers = uniforms(seeds, positions, Purpose.TARGET, device, most).view(num_places, len(groups), 2 * most)
+    is_done = torch.zeros(len(groups), dtype=torch.bool, device=device)
+    at = drafts.first_rows
+    weights, by, reached = target_probs[at], torch.zeros(len(groups), dtype=torch.float64, device=device), []
+    for uniform in numbers:
+        at, has_moved, p = _step_down(drafts, target_probs[at], at, is_done, uniform)
         weights = torch.where(has_moved.unsqueeze(1), weights, p)
         by = torch.where(has_moved, by, uniform[:, most])
-        reached.append(torch.where(is_done | ~has_moved, -1, at))
         is_done = is_done | ~has_moved
+        reached.append(torch.where(is_done, -1, at))
     decided: list[list[int]] = torch.stack((*reached, _draw(weights, by).squeeze(1)), 1).tolist()
     return [
         _run(group, [row - start - 1 for row in of_group[:-1] if row >= 0], of_group[-1])
         for group, start, of_group in zip(groups, rows.starts, decided, strict=True)
     ]
+
+
+class _Drafted(NamedTuple):
+    """The drafts of G groups: N rows, D tokens in all.
+
+    Attributes:
+        first_rows: int64 [G]: each group's first row, before its draft.
+        child_rows: int64 [N, most]: the rows of what follows each row in its draft, in order; filled up with -1.
+        tokens: int64 [N]: the draft token of each row; 0 in first rows.
+        ids: int64 [D + 1, C], what each draft token was drawn from, with a row of nothing for groups without a draft.
+        probs: float32 [D + 1, C].
+    """
+
+    first_rows: Tensor
+    child_rows: Tensor
+    tokens: Tensor
+    ids: Tensor
+    probs: Tensor
+
+
+def _drafted(rows: Rows, parents: Sequence[Sequence[int]], ids: Tensor, probs: Tensor, vocab_size: int) -> _Drafted:
+    children = [children_of(tree) for tree in parents]
+    most = max((len(nodes) for of_tree in children for nodes in of_tree.values()), default=1)
+    first_rows, child_rows, tokens = on_device(
+        ids.device,
+        np.array(rows.starts, dtype=np.int64),
+        np.array(_child_rows(rows, children, most), dtype=np.int64).reshape(-1, most),
+        np.array([token for group in rows.groups for token in (0, *group.draft)], dtype=np.int64),
+    )
+    ids, probs = (functional.pad(values, (0, 0, 0, 1)) for values in _sane(ids, probs, vocab_size))
+    return _Drafted(first_rows, child_rows, tokens, ids, probs)
+
+
+def _step_down(
+    drafts: _Drafted, p: Tensor, at: Tensor, is_done: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Test what follows the row of each of G groups in its draft, one child after the other, until one is kept.
+
+    Args:
+        drafts: Of all groups.
+        p: float32 [G, V], the target's distribution after each row.
+        at: int64 [G], the rows.
+        is_done: bool [G]: groups that test nothing any more; they count as moved.
+        uniform: float64 [G, at least most]: a number for each test.
+
+    Returns:
+        The rows reached, whether each group has moved, and p with what was refused taken away.
+    """
+    there, has_moved = at, is_done
+    numbers = torch.arange(len(at), device=at.device)
+    for number in range(drafts.child_rows.shape[1]):
+        child = drafts.child_rows[there, number]
+        # Before a row of group g there are as many first rows, which hold no draft, and that of g.
+        draft, token = (child - numbers - 1).clamp_min(0), drafts.tokens[child.clamp_min(0)].unsqueeze(1)
+        ids, probs = drafts.ids[draft], drafts.probs[draft]
+        drawn = probs.masked_fill(ids != token, 0).sum(1)
+        is_tested = ~has_moved & (child >= 0) & (drawn > 0)
+        token = torch.where(drawn.unsqueeze(1) > 0, token, 0)
+        left = p / p.sum(1, keepdim=True) if number else p
+        passes = uniform[:, number] * drawn < left.gather(1, token).squeeze(1)
+        at = torch.where(is_tested & passes, child, at)
+        has_moved = has_moved | (is_tested & passes)
+        p = torch.where((is_tested & ~passes).unsqueeze(1), _residual(left, ids, probs), p)
+    return at, has_moved, p
 
 
 def _child_rows(rows: Rows, children: Sequence[Mapping[int, list[int]]], most: int) -> list[list[int]]:
