@@ -23,6 +23,7 @@ from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config.app import AppArgs
 from cluster.config.files import load_config
 from cluster.config.models import ModelConfig
+from cluster.launch.capacity import mib
 from cluster.launch.placement import Devices, Placement, placement_of
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.engine.shares import on_one_gpu
@@ -401,11 +402,6 @@ def branch_line(num_slots: int) -> str:
 def gib(num_bytes: int) -> str:
     """Bytes in GiB."""
     return f"{num_bytes / (1 << 30):.1f} GiB"
-
-
-def mib(num_bytes: int) -> str:
-    """Bytes in MiB."""
-    return f"{num_bytes / (1 << 20):,.1f} MiB"
 
 
 def _line(label: str, text: str) -> str:

@@ -167,8 +167,8 @@ def _check(
     if isinstance(model.kv_cache_memory, int) and sequence_bytes > model.kv_cache_memory:
         raise InvalidParameterError(
             f"{role}.kv_cache_memory",
-            f"{role}.kv_cache_memory: one sequence of {length} tokens takes {_mib(sequence_bytes)} at least, and "
-            f"{_mib(model.kv_cache_memory)} are given: give more, or lower max_model_len",
+            f"{role}.kv_cache_memory: one sequence of {length} tokens takes {mib(sequence_bytes)} at least, and "
+            f"{mib(model.kv_cache_memory)} are given: give more, or lower max_model_len",
         )
     if not share.num_gpus or isinstance(source.device_map, dict):
         return
@@ -179,13 +179,14 @@ def _check(
     if least.weights_bytes + sequence_bytes > room:
         raise InvalidParameterError(
             f"{role}.model",
-            f"{role}.model: {source.path} takes {_mib(least.weights_bytes)} of weights at least, and one sequence of "
-            f"{length} tokens {_mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s), {_mib(room)} at most: "
+            f"{role}.model: {source.path} takes {mib(least.weights_bytes)} of weights at least, and one sequence of "
+            f"{length} tokens {mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s), {mib(room)} at most: "
             f"give it more with actors.{role}.num_gpus, quantize it with {role}.quantization, or lower max_model_len",
         )
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: float) -> str:
+    """Bytes in MiB."""
     return f"{num_bytes / _MIB:,.1f} MiB"
 
 

@@ -210,16 +210,16 @@ class HermesParser:
         call = self._call
         if call is None:
             if not self._num_calls or self._text.strip():
-                self._say(self._text, events)
+                _say(self._text, events)
         elif not call.begun:
             found = whole_call(call.held, self._num_calls)
             events.extend(found)
             if not found:
-                self._say(BEGIN + call.held, events)
+                _say(BEGIN + call.held, events)
         elif call.has_ended:
             rest = (call.after_brace() or "").strip()
             if not END.startswith(rest):
-                self._say(rest, events)
+                _say(rest, events)
         self._text, self._call = "", None
         return events
 
@@ -229,12 +229,12 @@ class HermesParser:
         start = self._text.find(BEGIN)
         if start >= 0:
             rest = self._text[start + len(BEGIN) :]
-            self._say(self._text[:start].rstrip(), events)
+            _say(self._text[:start].rstrip(), events)
             self._text, self._call = "", CallReader(self._num_calls)
             return rest
         certain = len(self._text) - unfinished(self._text, BEGIN)
         certain = len(self._text[:certain].rstrip())
-        self._say(self._text[:certain], events)
+        _say(self._text[:certain], events)
         self._text = self._text[certain:]
         return None
 
@@ -260,13 +260,8 @@ class HermesParser:
         events.extend(found)
         self._num_calls, self._call = self._num_calls + len(found), None
         if not found:
-            self._say(BEGIN + call.held[: end + len(END)], events)
+            _say(BEGIN + call.held[: end + len(END)], events)
         return call.held[end + len(END) :]
-
-    @staticmethod
-    def _say(text: str, events: list[AnswerEvent]) -> None:
-        if text:
-            events.append(ContentDelta(text))
 
 
 TAG, SEPARATOR = "<|python_tag|>", ";"
