@@ -1,8 +1,8 @@
 """Prompt tokens that conversations find cached on two targets: with affinity, and placed by load alone.
 
-``python -m benchmarks.conversations [--talks 24] [--turns 6]`` starts a service of two targets for each way, and holds
+``python -m benchmarks.conversations [--talks 24] [--turns 6]`` starts a service of two targets for each, and holds
 the same conversations with both: each turn repeats all that was said before, and comes after a pause drawn from a seed.
-It prints a row for each way, and fails where the answers of the two differ.
+It prints a row for each, and fails where the answers of the two differ.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def measure(slack: int, num_talks: int, num_turns: int) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a row for each way."""
+    """Print a row for each policy."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--talks", type=int, default=24)
     parser.add_argument("--turns", type=int, default=6)

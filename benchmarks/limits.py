@@ -146,9 +146,9 @@ class ScriptedLimit:
     """What the script allows, in tokens per second of all streams.
 
     Attributes:
-        tokens_per_s: In the way and at the draft length that was run; where none was asked for, at the best one.
+        tokens_per_s: In the mode and at the draft length that was run; where none was asked for, at the best one.
         tokens_per_round: There, of one stream.
-        best_tokens_per_s: In that way at the best draft length.
+        best_tokens_per_s: In that mode at the best draft length.
         sequential_tokens_per_s: In turn, without any latency, at the best draft length.
         policy: What happens on a miss.
     """
@@ -167,7 +167,7 @@ PLAIN_MISS = "on a miss a plain step"
 def scripted_limit(
     pair: ScriptedPair, mode: str | None, num_draft_tokens: int | None, num_branches: int
 ) -> ScriptedLimit:
-    """The limit of one way.
+    """The limit of one mode.
 
     Args:
         pair: The script and the devices.
@@ -200,8 +200,8 @@ def emulated_script(config: AppArgs) -> ScriptedPair | None:
     )
 
 
-def way_of(name: str) -> tuple[str | None, int | None]:
-    """Way and draft length of a variant as the bench names it; see :func:`benchmarks.modes.compare.parse_variants`."""
+def mode_of(name: str) -> tuple[str | None, int | None]:
+    """Mode and draft length of a variant as the bench names it; see :func:`benchmarks.modes.compare.parse_variants`."""
     if name == ALONE:
         return None, 0
     if name == "auto":
@@ -227,7 +227,7 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        mode, length = way_of(row["variant"])
+        mode, length = mode_of(row["variant"])
         branches = num_branches if mode in ("outcomes", "auto") else 0
         limit = scripted_limit(replace(script, num_streams=row["num_streams"]), mode, length, branches)
         rate, per_round = row["decode_tokens_per_s"], row["tokens_per_round"]

@@ -1,4 +1,4 @@
-"""What it costs to take drafts back from a recurrent state, by way: rounds per second, and memory per sequence."""
+"""What it costs to take drafts back from a recurrent state, by method: rounds per second, and memory per sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.one_state import OneState
-from benchmarks.rollback_costs import MODES, RollbackCost, RollbackCosts, RollbackWork, SpeculationMode
+from benchmarks.rollback_costs import METHODS, RollbackCost, RollbackCosts, RollbackMethod, RollbackWork
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, checked_window, state_bytes
 from specdec.cache.recurrent.slots import Window
@@ -20,10 +20,10 @@ from specdec.models.loading import LoadedModel, prepare_model
 
 
 class _Batch:
-    """The rows of one way that needs no second forward."""
+    """The rows of one method that needs no second forward."""
 
-    def __init__(self, loaded: LoadedModel, mode: SpeculationMode, work: RollbackWork) -> None:
-        self.mode = mode
+    def __init__(self, loaded: LoadedModel, method: RollbackMethod, work: RollbackWork) -> None:
+        self.method = method
         self.runner, self.bytes_per_sequence = self._make_runner(loaded, work)
         self.rows = [self.runner.new_sequence(None) for _ in range(work.num_rows)]
 
@@ -50,7 +50,7 @@ class _Batch:
 
 
 class _ReadTwice(_Batch):
-    """The rows of the way that goes back to a copy, and reads what was accepted by a second forward.
+    """The rows of the method that goes back to a copy, and reads what was accepted by a second forward.
 
     As good as it can be here: rows are scanned side by side, by the fastest scan there is; those that kept everything
     are not read again; a second reading asks for no logits; nothing is held but the state and one copy.
@@ -79,7 +79,7 @@ class _ReadTwice(_Batch):
 def compare_rollback(
     loaded: LoadedModel, work: RollbackWork, clock: Callable[[], float] = time.perf_counter
 ) -> RollbackCosts:
-    """Do the same rounds by every way, a round of each in turn, so that a machine's drift hits all alike.
+    """Do the same rounds by every method, a round of each in turn, so that a machine's drift hits all alike.
 
     Args:
         loaded: A model with recurrent layers.
@@ -87,8 +87,8 @@ def compare_rollback(
         clock: Seconds.
     """
     rng = random.Random(work.seed)
-    batches = [(_ReadTwice if mode == "second forward" else _Batch)(loaded, mode, work) for mode in MODES]
-    durations_s: dict[SpeculationMode, list[float]] = {mode: [] for mode in MODES}
+    batches = [(_ReadTwice if method == "second forward" else _Batch)(loaded, method, work) for method in METHODS]
+    durations_s: dict[RollbackMethod, list[float]] = {method: [] for method in METHODS}
     vocab_size, num_tokens = loaded.vocab_size, 1 + work.num_draft_tokens
 
     def some_tokens(length: int) -> list[list[int]]:
@@ -105,11 +105,11 @@ def compare_rollback(
             if loaded.device.type == "cuda":
                 torch.cuda.synchronize(loaded.device)
             if index >= work.num_warmup_rounds:
-                durations_s[batch.mode].append(clock() - started_s)
+                durations_s[batch.method].append(clock() - started_s)
     last = some_tokens(1)
     logits = [batch.read(batch.rows, last) for batch in batches]
     costs = tuple(
-        _cost(batch, durations_s[batch.mode], (own - logits[0]).abs().max().item())
+        _cost(batch, durations_s[batch.method], (own - logits[0]).abs().max().item())
         for batch, own in zip(batches, logits, strict=True)
     )
     return RollbackCosts(loaded.name, work, costs)
@@ -119,7 +119,7 @@ def _cost(batch: _Batch, durations_s: list[float], max_difference: float) -> Rol
     rates = sorted(1 / duration_s for duration_s in durations_s)
     tenth = len(rates) // 10
     spread = rates[tenth], rates[-1 - tenth]
-    return RollbackCost(batch.mode, statistics.median(rates), spread, batch.bytes_per_sequence, max_difference)
+    return RollbackCost(batch.method, statistics.median(rates), spread, batch.bytes_per_sequence, max_difference)
 
 
 def delta_rule_model(

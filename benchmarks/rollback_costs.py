@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SpeculationMode = Literal["rescan", "second forward"]
-MODES: tuple[SpeculationMode, ...] = ("rescan", "second forward")
+RollbackMethod = Literal["rescan", "second forward"]
+METHODS: tuple[RollbackMethod, ...] = ("rescan", "second forward")
 """``second forward``: a copy of the state is taken before each verification, put back where drafts were refused, and
 what was accepted is read once more by the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackCost:
-    """One way's cost.
+    """One method's cost.
 
     Attributes:
         rounds_per_s: Of the whole batch, median over the rounds.
         spread: Slowest and fastest tenth of the rounds, in rounds per second.
         bytes_per_sequence: Recurrent state and what it takes to roll it back; the copy too, where one is taken.
-        max_difference: Largest one of a logit after the last round from the first way's: all must end alike.
+        max_difference: Largest one of a logit after the last round from the first method's: all must end alike.
     """
 
-    mode: SpeculationMode
+    method: RollbackMethod
     rounds_per_s: float
     spread: tuple[float, float]
     bytes_per_sequence: int
@@ -31,7 +31,7 @@ class RollbackCost:
 
 @dataclass(frozen=True, slots=True)
 class RollbackWork:
-    """What is done by every way.
+    """What is done by every method.
 
     Attributes:
         num_rows: Sequences in the batch.
@@ -62,12 +62,12 @@ class RollbackWork:
 
 @dataclass(frozen=True, slots=True)
 class RollbackCosts:
-    """The ways compared on the same rounds.
+    """The methods, compared on the same rounds.
 
     Attributes:
         model: What ran.
         work: What was done.
-        costs: One per way; the last is the one that the others are compared with.
+        costs: One per method; the last is the one that the others are compared with.
     """
 
     model: str
@@ -81,13 +81,13 @@ class RollbackCosts:
             f"Taking drafts back from recurrent states: {self.model}; "
             f"{work.num_rows} rows, {work.num_draft_tokens} draft tokens, {work.num_rounds} rounds.",
             "",
-            "| way | rounds/s | p10 to p90 | over second forward | MiB per sequence | largest difference of a logit |",
+            "| method | rounds/s | p10 to p90 | over second forward | MiB per sequence | largest logit difference |",
             "|---|---|---|---|---|---|",
         ]
         for cost in self.costs:
             spread = f"{cost.spread[0]:.2f} to {cost.spread[1]:.2f}"
             table.append(
-                f"| {cost.mode} | {cost.rounds_per_s:.2f} | {spread} | {cost.rounds_per_s / base:.2f} "
+                f"| {cost.method} | {cost.rounds_per_s:.2f} | {spread} | {cost.rounds_per_s / base:.2f} "
                 f"| {cost.bytes_per_sequence / (1 << 20):.1f} | {cost.max_difference:.1e} |"
             )
         return table

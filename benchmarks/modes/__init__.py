@@ -1,1 +1,1 @@
-"""Ways of speculating compared on the same work: ``python -m benchmarks.modes``."""
+"""Speculation modes compared on the same work: ``python -m benchmarks.modes``."""

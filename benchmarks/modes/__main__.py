@@ -1,4 +1,4 @@
-"""Ways of speculating compared on the same work, on services or in this process."""
+"""Speculation modes compared on the same work, on services or in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 def add_arguments(parser: Parser) -> None:
     """The flags."""
-    parser.add_argument("--url", help="where a service listens; by default one is started per way")
+    parser.add_argument("--url", help="where a service listens; by default one is started per mode")
     parser.add_argument("--offline", action="store_true", help="the engine in this process, in turn, without a service")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     parser.add_argument("--streams", default="1,8", help="numbers of streams at once, separated by commas")
@@ -90,7 +90,7 @@ def _runner(arguments: argparse.Namespace, config: ServiceConfig, variants: tupl
 
 
 def _service_keys(mode: str) -> dict[str, object]:
-    """What makes a service of this way; requests say the draft length, except to ``auto``."""
+    """What makes a service of this mode; requests say the draft length, except to ``auto``."""
     if mode == "auto":
         return {"mode": "auto", "num_speculative_tokens": "auto"}
     return {"mode": mode, "num_speculative_tokens": _FIXED_TOKENS}
@@ -115,7 +115,7 @@ def _variants(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Var
     lengths = _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
     if arguments.offline or arguments.url is not None:
         if arguments.modes is not None:
-            where = "--offline runs in turn" if arguments.offline else "a running service has the way it has"
+            where = "--offline runs in turn" if arguments.offline else "a running service has the mode it has"
             raise InvalidParameterError("modes", f"modes: {where}; only services started here take modes")
         return parse_variants(["sequential"] if arguments.offline else [], lengths)
     return parse_variants((arguments.modes or _DEFAULT_MODES).split(","), lengths)

@@ -15,12 +15,12 @@ from specdec.core.errors import InvalidParameterError
 
 ALONE = "target alone"
 ServiceMode = Literal["sequential", "overlap", "outcomes", "auto"]
-"""Ways of a service: ``outcomes`` is overlap with branches, ``auto`` leaves everything to the controller."""
+"""Modes of a service: ``outcomes`` is overlap with branches, ``auto`` leaves everything to the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to do the same work.
+    """One mode to do the same work.
 
     Attributes:
         name: As it stands in the table.
@@ -122,16 +122,16 @@ def _pooled_ratio(pairs: Sequence[tuple[_Total, _Total]]) -> float:
 
 
 def parse_variants(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """Every way at every draft length; length 0 is the target alone, once, and first.
+    """Every mode at every draft length; length 0 is the target alone, once, and first.
 
-    The way ``auto`` chooses its lengths itself and stands once.
+    The mode ``auto`` chooses its lengths itself and stands once.
 
     Args:
-        names: Ways; none leaves the way to the service.
+        names: Modes; none leaves the mode to the service.
         draft_lengths: Draft tokens per round.
 
     Raises:
-        InvalidParameterError: A name is no way.
+        InvalidParameterError: A name is no mode.
     """
     known = get_args(ServiceMode)
     for given in names:

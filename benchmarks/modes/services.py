@@ -1,4 +1,4 @@
-"""Services for the time of a benchmark: one per way, side by side, so that rounds can be interleaved."""
+"""Services for the time of a benchmark: one per mode, side by side, so that rounds can be interleaved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Serve = Callable[[ServiceConfig], int]
 
 
 class Services:
-    """Running services, by their way; a context manager that stops what it started.
+    """Running services, by their mode; a context manager that stops what it started.
 
     Args:
         configs: What to serve, by name. The ports are chosen here.
@@ -96,7 +96,7 @@ class HttpRunner:
     """Runs workloads against services; see :data:`benchmarks.modes.compare.Runner`.
 
     Args:
-        urls: By way; the first also takes variants that leave it open.
+        urls: By mode; the first also takes variants that leave it open.
     """
 
     def __init__(self, urls: Mapping[str, str]) -> None:

@@ -45,7 +45,7 @@ def main(*, engine: Mapping[str, Any] = MappingProxyType({}), **keys: Any) -> No
         versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")} | {
             "specdec": specdec.__version__
         }
-        settings = "service over HTTP, draft and target in two processes, one thread each; way and draft length: auto"
+        settings = "service over HTTP, draft and target in two processes, one thread each; mode and draft length: auto"
         for name, value in {**engine, **keys}.items():
             settings += f"; {name}: {value}"
         answer_requests(versions, settings, generate)

@@ -30,7 +30,6 @@ from specdec.engine.shares import on_one_gpu
 from specdec.models.host_memory import host_memory
 
 if TYPE_CHECKING:
-    from cluster.launch.placement import Placement
     from specdec.core.types import Progress
     from specdec.engine.build import Built
     from specdec.models.loading import ModelSource

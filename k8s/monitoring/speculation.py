@@ -60,7 +60,7 @@ BOARD = Board(
         "Plans": (
             Chart(
                 "Sequences by mode",
-                "Ways of speculating that routers plan; off is plain decoding.",
+                "Speculation modes that routers plan; off is plain decoding.",
                 "none",
                 {"{{mode}}": total(named("planned_sequences"), "mode")},
             ),
