@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.checkpoint.vocabulary import VocabularyMapping
+from specdec.checkpoint.compat import VocabularyMapping
 from specdec.core.backends import DraftJob
 from specdec.core.tokens import TokenBuffer, as_list, common_prefix_length
 

@@ -7,8 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from specdec.checkpoint.compat import check_pair
-from specdec.checkpoint.vocabulary import VocabularyMapping, map_vocabularies
+from specdec.checkpoint.compat import VocabularyMapping, check_pair, map_vocabularies
 from specdec.core.errors import IncompatiblePairError
 from specdec.drafting.vocabulary_mapping import VocabularyMapper
 from specdec.models.describe import describe_model, describe_pair

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.models.demos import demo_folder
-from specdec.checkpoint.vocabulary import map_vocabularies
+from specdec.checkpoint.compat import map_vocabularies
 from specdec.core.backends import DraftJob
 from specdec.core.grammar import Grammar
 from specdec.core.messages import Plan
