@@ -1,4 +1,4 @@
-"""The world of text: the OpenAI-style API in front of the routers."""
+"""The ingress: the OpenAI-style API in front of the routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The world of tokens: the log of record per sequence, placement, and the relay between draft and target."""
+"""The router: the log of record of each sequence, placement, and the relay between draft and target."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_draft else ("target",)
         groups = [_group(kind, args.draft.pool if kind == "drafter" else None) for kind in self._kinds]
         self._router_host = self.start_router(
-            self._machine, workers=groups, fingerprints=own, heard=self._machine.worker_heard
+            self._machine, workers=groups, fingerprints=own, on_seen=self._machine.worker_seen
         )
         self._least = _min_workers(args)
         self._waker: Waker | None = None

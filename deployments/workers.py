@@ -1,4 +1,4 @@
-"""The world of tensors: a replica per model, its engine on a thread of its own."""
+"""Target and draft: a replica per model, its engine on a thread of its own."""
 
 from __future__ import annotations
 

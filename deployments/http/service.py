@@ -1,7 +1,4 @@
-"""The border between the world of text and the world of tokens.
-
-What the API allows.
-"""
+"""What an ingress needs of the service behind it: sequences of tokens, models, and what the API allows."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ class RouterEndpoint(_DrainingEndpoint):
         times: LinkTimes = DEFAULT_TIMES,
         tick_s: float = 0.05,
         fingerprints: Fingerprints = UNKNOWN,
-        heard: Callable[[str, float], None] | None = None,
+        on_seen: Callable[[str, float], None] | None = None,
     ) -> LoopHost[Any]:
         """Run a machine on the event loop, with links from all live workers and ingress replicas.
 
@@ -339,7 +339,7 @@ class RouterEndpoint(_DrainingEndpoint):
             tick_s: Precision of the machine's timers.
             fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
                 the same ``decision``.
-            heard: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
+            on_seen: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
         """
         host: LoopHost[Any] = LoopHost(machine, tick_s=tick_s)
         self._open(host, step_timeout_s, times, fingerprints)
@@ -347,8 +347,8 @@ class RouterEndpoint(_DrainingEndpoint):
         self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
         self._streams = StreamAnswerer(answerer.answer)
-        if heard is not None:
-            host.on_heartbeat = lambda peer: host.tell(lambda _machine, now_s: heard(peer, now_s))
+        if on_seen is not None:
+            host.on_heartbeat = lambda peer: host.tell(lambda _machine, now_s: on_seen(peer, now_s))
         return host
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:

@@ -128,7 +128,7 @@ class Worker:
     """
 
     kind: WorkerKind
-    heard_s: float
+    last_seen_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     is_silent: bool = False
     is_draining: bool = False

@@ -56,11 +56,11 @@ class Request:
     Attributes:
         log: Prompt and delivered output.
         router: Who has it now; None while nobody can be reached.
-        heard_s: When its router last said anything of it.
+        last_seen_s: When its router last said anything of it.
         wanted_s: When it was last submitted or wanted.
     """
 
-    __slots__ = ("attempt", "heard_s", "log", "router", "seq", "spec", "wanted_s")
+    __slots__ = ("attempt", "last_seen_s", "log", "router", "seq", "spec", "wanted_s")
 
     def __init__(self, seq: str, prompt: SharedTokens | Iterable[int], spec: SequenceSpec) -> None:
         self.seq = seq
@@ -68,7 +68,7 @@ class Request:
         self.log = TokenLog(prompt)
         self.attempt = 0
         self.router: str | None = None
-        self.heard_s = 0.0
+        self.last_seen_s = 0.0
         self.wanted_s = 0.0
 
     def ended(self) -> Finish | None:
@@ -210,7 +210,7 @@ class IngressMachine:
     def step(self, now_s: float) -> bool:
         """Timers: renewals and silence. Always False."""
         for request in list(self._requests.values()):
-            if request.router is not None and now_s - request.heard_s > self._times.peer_timeout_s:
+            if request.router is not None and now_s - request.last_seen_s > self._times.peer_timeout_s:
                 self._submit(request, now_s)
             elif now_s - request.wanted_s >= self._times.renew_interval_s:
                 self._want(request, now_s)
@@ -230,7 +230,7 @@ class IngressMachine:
         self._submit(request, now_s)
 
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
-        request.heard_s = now_s
+        request.last_seen_s = now_s
         length = len(request.log)
         match request.log.extend_to(message.base, message.tokens, message.prefix_hash):
             case Extension.EXTENDED:
@@ -259,7 +259,7 @@ class IngressMachine:
             self.num_resubmitted += 1
             logger.info("The sequence %s is submitted again, with %d tokens", label(request), len(request.log))
         request.attempt += 1
-        request.heard_s = request.wanted_s = now_s
+        request.last_seen_s = request.wanted_s = now_s
         self._hold(request, self._choose_router(request))
         if request.router is not None:
             prompt, decision = request.log.prompt, self.fingerprints.deciding(model)

@@ -137,11 +137,11 @@ class RouterMachine:
         """A worker is gone: its sessions are opened elsewhere from the log, or wait for the next worker (rule 8)."""
         self._lose(name, now_s, is_gone=True)
 
-    def worker_heard(self, name: str, now_s: float) -> None:
+    def worker_seen(self, name: str, now_s: float) -> None:
         """A worker's link is alive, though its machine may be in a long step; others are ignored."""
         worker = self.workers.get(name)
         if worker is not None and not worker.is_silent:
-            worker.heard_s = now_s
+            worker.last_seen_s = now_s
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
@@ -178,7 +178,7 @@ class RouterMachine:
             return False
         self._renewed_s = now_s
         for name, worker in self.workers:
-            if not worker.is_silent and now_s - worker.heard_s > self._times.peer_timeout_s:
+            if not worker.is_silent and now_s - worker.last_seen_s > self._times.peer_timeout_s:
                 worker.is_silent = True
                 self._lose(name, now_s, is_gone=False)
         self._end_replaced()
@@ -358,7 +358,7 @@ class RouterMachine:
             self.worker_joined(message.worker, worker.kind, now_s)
             worker = self.workers.get(message.worker)
             assert worker is not None, "it has just joined"
-        worker.heard_s, worker.metrics = now_s, message.metrics
+        worker.last_seen_s, worker.metrics = now_s, message.metrics
         was_draining, worker.is_draining = worker.is_draining, bool(message.metrics.get("is_draining"))
         if worker.is_draining and not was_draining:
             self._dispatcher.hand_over(self._sessions, now_s)

@@ -70,7 +70,7 @@ class KernelSampler:
         self._sent_shapes: list[tuple[type[Any], tuple[int, ...]]] = []
         self._views: list[Tensor] = []
 
-    def choose(self, logits: Tensor, rows: Rows) -> Tensor:
+    def sample(self, logits: Tensor, rows: Rows) -> Tensor:
         """The coupled rule's token for every row: int32 [N], overwritten by the next step.
 
         Args:

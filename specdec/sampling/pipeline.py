@@ -182,7 +182,7 @@ class Sampler:
         """
         rows = self._laid_out(logits, groups)
         if kernels := self.kernels(logits.device):
-            return kernels.choose(logits, rows).long()
+            return kernels.sample(logits, rows).long()
         logits = self._edited(logits, rows)
         sampled = rows.using(_is_random)
         if not sampled:

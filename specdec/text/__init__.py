@@ -1,1 +1,1 @@
-"""The world of text: tokenizing, incremental detokenizing, stop strings, chat templates."""
+"""Text and tokens: tokenizing, incremental detokenizing, stop strings, chat templates."""

@@ -74,7 +74,7 @@ class Group:
         """How often the draft's next guess is right; a half until it is measured."""
         return self.guesses.rate(PRIOR_RATE, PRIOR_TRIALS)
 
-    def heard(self, choice: Choice, num_tokens: int, seconds: float, now_s: float) -> None:
+    def observe(self, choice: Choice, num_tokens: int, seconds: float, now_s: float) -> None:
         """A sequence that follows a choice, for a while already, had so many tokens in so many seconds."""
         conditions = self.conditions
         if conditions is None or choice != self.choice:
@@ -287,7 +287,7 @@ class Controller(PlanController):
             plan = one.plan
             choice = Choice(plan.mode, plan.num_draft_tokens, plan.num_branches)
             num_tokens = num_rounds + num_accepted
-            group.heard(choice, num_tokens, now_s - one.seen_s, now_s)
+            group.observe(choice, num_tokens, now_s - one.seen_s, now_s)
         one.since += num_rounds
         one.seen_s = None if self._unread else now_s
 

@@ -163,8 +163,8 @@ def test_a_commit_follows_the_last_and_is_repeated_from_the_mark_of_the_last_off
 def test_a_worker_whose_link_is_alive_is_not_silent_however_long_its_step_takes():
     machine = submitted("T0", plan=Plan(0))
     for now_s in range(1, 20):
-        machine.worker_heard("T0", now_s)
-        machine.worker_heard("unknown", now_s)
+        machine.worker_seen("T0", now_s)
+        machine.worker_seen("unknown", now_s)
         machine.receive(Want("s", 1, "I", P), now_s)
         machine.step(now_s)
     assert all(isinstance(message, Live) for message in machine.take_outbox()["T0"])

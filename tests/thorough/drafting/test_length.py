@@ -109,8 +109,8 @@ def test_a_drafter_is_missed_until_one_was_tried() -> None:
 
 
 def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[float] = []
-    monkeypatch.setattr(Group, "heard", lambda group, choice, num_tokens, seconds, now_s: heard.append(seconds))
+    measured: list[float] = []
+    monkeypatch.setattr(Group, "observe", lambda group, choice, num_tokens, seconds, now_s: measured.append(seconds))
     controller = Controller()
     for seq in ("a", "b"):
         controller.opened(seq, SequenceSpec(SamplingParams(), 1, 1, 64))
@@ -121,7 +121,7 @@ def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPa
             controller.decided(seq, Notes(provenance("p"), (0,)), now_s)
 
     decided("a", 1.0, 2.0, 3.0, 4.0)
-    assert heard == [], "b has no token yet"
+    assert measured == [], "b has no token yet"
     decided("b", 10.0)
     decided("a", 10.0, 10.5, 11.5)
-    assert heard == [0.5, 1.0]
+    assert measured == [0.5, 1.0]

@@ -15,7 +15,7 @@ def followed(group, conditions, share, now_s=0.0, rate=0.8):
     """The group's choice, which gives a share of what its formula says."""
     expected = pace(group.choice, conditions, rate)
     for _ in range(TOKENS):
-        group.heard(group.choice, 2, 2 / (share * expected), now_s)
+        group.observe(group.choice, 2, 2 / (share * expected), now_s)
 
 
 def test_a_gain_that_is_likely_is_taken_at_once():
@@ -62,7 +62,7 @@ def test_a_pause_counts_for_no_more_than_a_few_rounds():
     group, one = Group(), conditions()
     group.review(one, 0.0, Bounds(), 0.0)
     followed(group, one, 1.0)
-    group.heard(OFF, 1, 1000.0, 0.0)
+    group.observe(OFF, 1, 1000.0, 0.0)
     assert group.factor("off", one, 0.0) > 0.95
 
 
