@@ -49,14 +49,14 @@ _NEEDED = (
 """Of :data:`RAY_SETTINGS` those without which answers are lost, links stall, or GPUs are seen that are others'."""
 
 
-def check_node(environment: Mapping[str, str] = os.environ) -> None:
+def check_node() -> None:
     """Refuse to start a replica on a node that was started without the settings that it needs.
 
     Raises:
         InvalidParameterError: A variable is not in force there; the message names it, and what it must be.
     """
     for name in _NEEDED:
-        needed, value = RAY_SETTINGS[name], environment.get(name)
+        needed, value = RAY_SETTINGS[name], os.environ.get(name)
         is_enough = name.endswith("_LENGTH") and value is not None and value.isdecimal() and int(value) >= int(needed)
         if value != needed and not is_enough:
             has = "is not set" if value is None else f"is {value}"
@@ -90,9 +90,9 @@ def prepare_for_vllm(num_threads: int, environment: MutableMapping[str, str] = o
     environment.update(VLLM_SETTINGS, OMP_NUM_THREADS=str(num_threads))
 
 
-def hide_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
+def hide_gpus() -> None:
     """Let this process and those it starts see no GPU; to be called before CUDA is used."""
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 KEY_PREFIX = "SPECDEC__"
@@ -102,18 +102,18 @@ Kubernetes sets ``SPECDEC_PORT`` and the like for a service of that name, so one
 """
 
 
-def keys_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def keys_from_environment() -> dict[str, str]:
     """Configuration keys that the environment sets: their dotted paths, and their values as text."""
     return {
         name.removeprefix(KEY_PREFIX).lower().replace("__", "."): value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name.startswith(KEY_PREFIX)
     }
 
 
-def redis_password(environment: Mapping[str, str] = os.environ) -> str | None:
+def redis_password() -> str | None:
     """The password of the Redis that ``store.redis_url`` names; None where there is none."""
-    return environment.get("SPECDEC_REDIS_PASSWORD") or None
+    return os.environ.get("SPECDEC_REDIS_PASSWORD") or None
 
 
 API_KEYS_VARIABLE = "SPECDEC_API_KEYS"

@@ -24,8 +24,8 @@ KILL_S = 2.0
 class OwnProcesses:
     """Every process seen below this one. A process is known by id and start time, so that no other is ever touched."""
 
-    def __init__(self, root: psutil.Process | None = None) -> None:
-        self._root = root or psutil.Process()
+    def __init__(self) -> None:
+        self._root = psutil.Process()
         self._before = set(self._root.children(recursive=True))
         self._seen: set[psutil.Process] = set()
 
@@ -81,6 +81,7 @@ POLL_S = 0.05
 STOP_TIMEOUT_S = 60.0
 RAISE_AGAIN_S = 3
 GRACE_S = 5.0
+"""How long what the child leaves behind may take to end by itself."""
 EXIT_FAILED = 1
 EXIT_FORCED = 130
 
@@ -92,7 +93,7 @@ class StopRequested(KeyboardInterrupt):
     """Whoever runs this process wants it to stop; raised in the main thread of the supervised process."""
 
 
-def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s: float = STOP_TIMEOUT_S) -> int:
+def supervised(body: Callable[[], int], stop_timeout_s: float = STOP_TIMEOUT_S) -> int:
     """Run ``body`` in a child process, and leave no process of its behind.
 
     The child is in a session of its own: what a terminal or a process manager sends to the whole group reaches this
@@ -103,7 +104,6 @@ def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s
 
     Args:
         body: Returns an exit code.
-        grace_s: How long what the child leaves behind may take to end by itself.
         stop_timeout_s: How long the child may take to end after it was told to stop.
 
     Returns:
@@ -121,7 +121,7 @@ def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     code = _wait(child, received, stop_timeout_s)
     forced = code is None or len(received) > 1
-    processes.stop(0.0 if forced else grace_s)
+    processes.stop(0.0 if forced else GRACE_S)
     if forced:
         return EXIT_FORCED
     return 0 if received else EXIT_FAILED if code is None or code < 0 else code

@@ -95,6 +95,10 @@ def load_of(part: str, metrics: Metrics, before: Metrics, seconds: float) -> Loa
     )
 
 
+LEAST_PERIOD_S = 0.9
+"""Within it the share of exposed drafts stays as it is."""
+
+
 class ExposedDrafts:
     """Exposed draft time: the share of its time that a target would have saved had every planned draft been there.
 
@@ -107,15 +111,14 @@ class ExposedDrafts:
         self._before: Mapping[str, Metrics] = {}
         self._at_s = float("-inf")
 
-    def update(self, of_targets: Mapping[str, Metrics], now_s: float, period_s: float = 1.0) -> float:
-        """The share of all targets together, since the last update that was at least a period ago.
+    def update(self, of_targets: Mapping[str, Metrics], now_s: float) -> float:
+        """The share of all targets together, since the last update that was about a second ago.
 
         Args:
             of_targets: Newest counters of each target, by its name.
             now_s: The time.
-            period_s: Within it the share stays as it is.
         """
-        if now_s - self._at_s < 0.9 * period_s:
+        if now_s - self._at_s < LEAST_PERIOD_S:
             return self.share
         committed = missed = 0.0
         for name, metrics in of_targets.items():

@@ -39,6 +39,9 @@ from specdec.core.types import UNKNOWN, Fingerprints
 
 logger = logging.getLogger("ray.serve")
 
+LOOP_TIMEOUT_S = 60.0
+"""A machine on the event loop can only fail, or hang with the loop."""
+
 
 class PeerLinks:
     """Dials every replica that is listed, and again when its link is lost.
@@ -279,7 +282,6 @@ class WorkerEndpoint(_DrainingEndpoint):
         routers: str,
         step_timeout_s: float,
         times: LinkTimes = DEFAULT_TIMES,
-        idle_wait_s: float = 0.005,
         last_progress: Callable[[], float] | None = None,
         fingerprints: Fingerprints = UNKNOWN,
         match: FingerprintKind = "decision",
@@ -292,14 +294,13 @@ class WorkerEndpoint(_DrainingEndpoint):
             routers: Name of the routers' deployment.
             step_timeout_s: Without a sign of progress for so long the replica is unhealthy.
             times: How patient links are.
-            idle_wait_s: Precision of the machine's timers.
             last_progress: Gives the monotonic time of the newest sign of progress within a running step, in seconds;
                 without it the end of a step is the only one.
             fingerprints: What the worker's model is.
             match: Which of them a router's must equal.
             applications: Whose routers these are; they may come later, go, and come back. None: those of the own one.
         """
-        host: WorkerHost[Any] = WorkerHost(machine, idle_wait_s=idle_wait_s, last_progress=last_progress)
+        host: WorkerHost[Any] = WorkerHost(machine, last_progress=last_progress)
         self._open(host, step_timeout_s, times, fingerprints)
         self._match = match
         self._peer_links = [
@@ -323,9 +324,7 @@ class RouterEndpoint(_DrainingEndpoint):
         machine: M,
         *,
         workers: Sequence[PeerGroup[Any]],
-        step_timeout_s: float = 60.0,
         times: LinkTimes = DEFAULT_TIMES,
-        tick_s: float = 0.05,
         fingerprints: Fingerprints = UNKNOWN,
         on_seen: Callable[[str, float], None] | None = None,
     ) -> LoopHost[Any]:
@@ -334,15 +333,13 @@ class RouterEndpoint(_DrainingEndpoint):
         Args:
             machine: The machine; its peers are workers and ingress replicas, by replica id.
             workers: The workers' deployments.
-            step_timeout_s: As for workers; a machine on the loop can only fail, or hang with it.
             times: How patient links are.
-            tick_s: Precision of the machine's timers.
             fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
                 the same ``decision``.
             on_seen: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
         """
-        host: LoopHost[Any] = LoopHost(machine, tick_s=tick_s)
-        self._open(host, step_timeout_s, times, fingerprints)
+        host: LoopHost[Any] = LoopHost(machine)
+        self._open(host, LOOP_TIMEOUT_S, times, fingerprints)
         self._groups = {group.deployment: group for group in workers}
         self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
@@ -408,7 +405,6 @@ class IngressEndpoint(Endpoint):
         routers: PeerGroup[M],
         after: Callable[[M], None],
         times: LinkTimes = DEFAULT_TIMES,
-        tick_s: float = 0.05,
         fingerprints: Fingerprints = UNKNOWN,
     ) -> LoopHost[M]:
         """Run a machine on the event loop, with links to all live routers.
@@ -418,14 +414,13 @@ class IngressEndpoint(Endpoint):
             routers: The deployment to keep links to.
             after: Called with the machine after each of its turns, to take deliveries.
             times: How patient links are.
-            tick_s: Precision of the machine's timers.
             fingerprints: What the service's models are.
 
         Returns:
             The host; requests are started and cancelled by its ``tell``, and its ``on_failed`` tells of its end.
         """
-        host = LoopHost(machine, tick_s=tick_s, after=after)
-        self._open(host, 60.0, times, fingerprints)
+        host = LoopHost(machine, after=after)
+        self._open(host, LOOP_TIMEOUT_S, times, fingerprints)
 
         def joined(peer: str) -> None:
             host.tell(lambda machine, now_s: routers.joined(machine, peer, now_s))

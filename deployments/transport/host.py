@@ -147,10 +147,9 @@ class Host(ABC, Generic[M]):
         on_failed: Called once on the event loop with what the machine raised; nothing is done with it from then on.
     """
 
-    def __init__(self, machine: M, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, machine: M) -> None:
         self._loop = asyncio.get_running_loop()
         self._machine = machine
-        self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}
         self._failure: Exception | None = None
         self._is_stopped = False
@@ -257,10 +256,10 @@ class Host(ABC, Generic[M]):
 
     def _turn(self, items: Iterable[Action[M]]) -> bool:
         """One turn of the machine: what came, a step, what goes out."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         for item in items:
             item(self._machine, now_s)
-        busy = self._machine.step(self._clock())
+        busy = self._machine.step(time.monotonic())
         self._send()
         self.last_progress_s = time.monotonic()
         return busy
@@ -296,7 +295,6 @@ class WorkerHost(Host[M]):
         idle_wait_s: How long the thread waits for messages after a step that did nothing, before the next: the
             precision of the machine's timers.
         last_progress: Gives the monotonic time of the newest sign of progress within a running step, in seconds.
-        clock: The machine's time.
     """
 
     def __init__(
@@ -305,9 +303,8 @@ class WorkerHost(Host[M]):
         *,
         idle_wait_s: float = 0.005,
         last_progress: Callable[[], float] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(machine, clock)
+        super().__init__(machine)
         self._idle_wait_s = idle_wait_s
         self._last_progress = last_progress
         self._inbox: queue.SimpleQueue[Action[M]] = queue.SimpleQueue()
@@ -368,7 +365,6 @@ class LoopHost(Host[M]):
         machine: The machine; its steps must be short.
         tick_s: Longest time between two steps: the precision of the machine's timers.
         after: Called with the machine after every turn, to take what is not a message.
-        clock: The machine's time.
     """
 
     def __init__(
@@ -377,9 +373,8 @@ class LoopHost(Host[M]):
         *,
         tick_s: float = 0.05,
         after: Callable[[M], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(machine, clock)
+        super().__init__(machine)
         self._tick_s = tick_s
         self._after = after
         self._inbox: deque[Action[M]] = deque()

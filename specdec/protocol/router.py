@@ -106,11 +106,6 @@ class RouterMachine:
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
         return {**planned, **own, **self.counters.metrics(), "num_without_drafter": lacking}
 
-    @property
-    def num_sessions(self) -> int:
-        """Sequences held."""
-        return len(self._sessions)
-
     def drain(self, now_s: float) -> None:
         """Take no sequences any more; those that are here go on to their end (rule 15)."""
         self.is_draining = True

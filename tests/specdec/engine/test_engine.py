@@ -97,7 +97,7 @@ def test_cancelling_leaves_nothing(engine: SpeculativeEngine) -> None:
     stream.close()
     gauges = engine._service.target.metrics()
     assert gauges["num_sequences"] == 0
-    assert len(engine._service.ingress) == engine._service.router.num_sessions == 0
+    assert len(engine._service.ingress) == len(engine._service.router._sessions) == 0
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_new_times_hold_for_what_is_open_before_the_old_lease_runs_out():
     machine.step(1.1)
     assert machine.take_outbox()["T0"] == [Live("R", (("s", Epoch(1, 0)),), 60.0)]
     machine.step(20.0)
-    assert machine.num_sessions == 1
+    assert len(machine._sessions) == 1
 
 
 def test_an_unknown_workers_heartbeat_is_ignored():
@@ -200,7 +200,7 @@ def test_a_sequence_that_is_too_long_to_be_opened_ends_with_an_error_and_no_othe
     assert sent["T0"] == [Close("s", Epoch(1, 0))]
     machine.unsendable(opened(), "too long", 0.0)  # of the drafter's link, too
     assert machine.take_outbox() == {}
-    assert machine.num_sessions == 2
+    assert len(machine._sessions) == 2
 
 
 def test_what_tells_of_a_prompt_is_sent_to_the_ingress_once_and_again_only_much_later():
