@@ -13,7 +13,7 @@ import psutil
 from specdec.core.params import SamplingParams
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.in_process import InProcessService
+from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from tests.sizes import sized
 from tests.specdec.engine.pairs import Case, backend, make_draft, start
