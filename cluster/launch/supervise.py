@@ -81,7 +81,6 @@ POLL_S = 0.05
 STOP_TIMEOUT_S = 60.0
 RAISE_AGAIN_S = 3
 GRACE_S = 5.0
-"""How long what the child leaves behind may take to end by itself."""
 EXIT_FAILED = 1
 EXIT_FORCED = 130
 
@@ -93,7 +92,7 @@ class StopRequested(KeyboardInterrupt):
     """Whoever runs this process wants it to stop; raised in the main thread of the supervised process."""
 
 
-def supervised(body: Callable[[], int], stop_timeout_s: float = STOP_TIMEOUT_S) -> int:
+def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s: float = STOP_TIMEOUT_S) -> int:
     """Run ``body`` in a child process, and leave no process of its behind.
 
     The child is in a session of its own: what a terminal or a process manager sends to the whole group reaches this
@@ -104,6 +103,7 @@ def supervised(body: Callable[[], int], stop_timeout_s: float = STOP_TIMEOUT_S) 
 
     Args:
         body: Returns an exit code.
+        grace_s: How long what the child leaves behind may take to end by itself.
         stop_timeout_s: How long the child may take to end after it was told to stop.
 
     Returns:
@@ -121,7 +121,7 @@ def supervised(body: Callable[[], int], stop_timeout_s: float = STOP_TIMEOUT_S) 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     code = _wait(child, received, stop_timeout_s)
     forced = code is None or len(received) > 1
-    processes.stop(0.0 if forced else GRACE_S)
+    processes.stop(0.0 if forced else grace_s)
     if forced:
         return EXIT_FORCED
     return 0 if received else EXIT_FAILED if code is None or code < 0 else code
