@@ -40,7 +40,7 @@ from deployments.transport.host import LoopHost
 from specdec.core.backends import Verification, VerifyJob
 from specdec.core.types import Adapter, TokenLogprobs
 from tests.deployments.transport.line import SCRIPT, Line
-from tests.deployments.transport.nodes import until
+from tests.waiting import eventually
 
 KEYS = {"a": "sk-a-0123456789abcdef", "b": "sk-b-0123456789abcdef"}
 MAX_MODEL_LEN = 140_000
@@ -337,7 +337,7 @@ async def play(name: str, patch: pytest.MonkeyPatch) -> str:
     """Play a scene in a service of its own; a row of the table."""
     tokenizer = AutoTokenizer.from_pretrained(demo_folder("target"))
     line = Line(patch, max_model_len=MAX_MODEL_LEN, backend=TellingTarget(SCRIPT, MAX_MODEL_LEN))
-    await until(lambda: bool(line.ingress.linked_peers()) and bool(line.routers.worker_metrics()))
+    await eventually(lambda: bool(line.ingress.linked_peers()) and bool(line.routers.worker_metrics()))
     app = create_app(
         line.tokens, ApiSettings(limits=_limits()), tokenizer, keys=ApiKeys(KEYS), store=MemoryStore(ResponsesStore())
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from cluster.config.limits import ResponsesStore
@@ -28,10 +26,3 @@ class FaultyStore(RayStore):
         if self.fault is not None:
             raise self.fault
         return await getattr(self.inner, method)(*args)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds; the limit only guards against hanging."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -22,9 +22,9 @@ from deployments.http.service import ApiSettings, SequenceRequest
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
 from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import Step
+from tests.waiting import eventually
 
 from .conftest import MAX_MODEL_LEN, Bench, limits, listening
-from .test_live import eventually
 
 ASK = {"model": "demo", "prompt": "x"}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -16,17 +16,11 @@ from deployments.http.service import SequenceRequest
 from specdec.core.errors import ServiceUnavailableError
 from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import Step
+from tests.waiting import eventually
 
 from .conftest import Bench
 
 ASK = {"model": "demo", "prompt": "x"}
-
-
-async def eventually(check: Callable[[], Any]) -> None:
-    """Wait for something that must happen."""
-    async with asyncio.timeout(20):
-        while not check():
-            await asyncio.sleep(0.005)
 
 
 async def test_chunks_arrive_as_the_tokens_do(bench: Bench, live: AsyncOpenAI) -> None:

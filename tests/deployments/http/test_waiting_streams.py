@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.http.app import create_app
 from specdec.core.errors import SequenceFailedError
+from tests.waiting import eventually
 
 from .conftest import Bench, limits, listening
 
@@ -56,9 +57,7 @@ async def test_a_stream_that_waits_has_headers_and_comments_and_then_its_tokens(
             bench.script = lambda request: [gate, *bench.say("one")]
             first = asyncio.create_task(http.post("/completions", json={"model": "demo", "prompt": "x"}))
             stack.push_async_callback(lambda: first)
-            async with asyncio.timeout(10):
-                while not bench.service.opened:
-                    await asyncio.sleep(0.005)
+            await eventually(lambda: bench.service.opened)
         stream = await stack.enter_async_context(http.stream("POST", f"/{path}", json=ask(path)))
         assert stream.status_code == 200
         lines = stream.aiter_lines()
@@ -116,9 +115,7 @@ async def test_what_can_be_refused_is_refused_before_the_headers(bench: Bench) -
         assert (await http.post("/completions", json=ask | {"prompt": [1] * 500})).status_code == 400
         for n, num_waiting in ((2, 2), (1, 3)):  # both places, then the place to wait
             group.create_task(http.post("/completions", json=ask | {"n": n}))
-            async with asyncio.timeout(10):
-                while bench.metric("num_requests_waiting") < num_waiting:
-                    await asyncio.sleep(0.005)
+            await eventually(lambda most=num_waiting: bench.metric("num_requests_waiting") >= most)
         refused = await http.post("/completions", json=ask | {"prompt": "y"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         gate.set()
@@ -131,6 +128,4 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(bench: 
         for _ in range(2):  # the second gets the first one's place
             async with http.stream("POST", "/completions", json=ask) as stream:
                 assert await anext(stream.aiter_lines()) == COMMENT
-        async with asyncio.timeout(10):
-            while len(bench.service.cancelled) < 2:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(bench.service.cancelled) >= 2)

@@ -9,6 +9,7 @@ import pytest
 
 from deployments.metrics import autoscaling
 from deployments.metrics.autoscaling import Waker
+from tests.waiting import eventually
 
 
 class Response:
@@ -23,12 +24,6 @@ class Response:
 
     def cancel(self) -> None:
         self.is_cancelled = True
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_one_call_waits_for_a_replica_while_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,17 +42,17 @@ async def test_one_call_waits_for_a_replica_while_one_is_wanted(monkeypatch: pyt
         return calls[-1]
 
     waker = Waker(look, call)
-    await until(lambda: num_looks > 3)
+    await eventually(lambda: num_looks > 3)
     assert calls == [], "nobody is wanted"
     is_wanted = True
-    await until(lambda: calls)
+    await eventually(lambda: calls)
     await asyncio.sleep(0.02)
     assert len(calls) == 1, "it waits"
     calls[0].answer.set_result(None)
-    await until(lambda: len(calls) == 3)
+    await eventually(lambda: len(calls) == 3)
     assert calls[0].is_cancelled, "which does nothing where it was answered"
     waker.close()
-    await until(lambda: calls[2].is_cancelled)
+    await eventually(lambda: calls[2].is_cancelled)
 
 
 async def test_what_is_wanted_for_a_moment_alone_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +69,7 @@ async def test_what_is_wanted_for_a_moment_alone_calls_nobody(monkeypatch: pytes
         return calls[-1]
 
     waker = Waker(look, call)
-    await until(lambda: looks > 10)
+    await eventually(lambda: looks > 10)
     waker.close()
     assert calls == []
 
@@ -89,6 +84,6 @@ async def test_a_call_that_nobody_answers_is_given_up_and_made_again(monkeypatch
         return calls[-1]
 
     waker = Waker(lambda: True, call)
-    await until(lambda: len(calls) > 2)
+    await eventually(lambda: len(calls) > 2)
     assert calls[0].is_cancelled
     waker.close()

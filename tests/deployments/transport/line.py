@@ -24,9 +24,9 @@ from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from tests.deployments.transport.nodes import until
 from tests.deployments.transport.test_streams import Call, Poster
 from tests.letters import spelled
+from tests.waiting import eventually
 
 SCRIPT = Script(0.8, 0.9, tuple(range(50)))
 NUM_TOKENS = 300
@@ -107,4 +107,4 @@ class Line:
     async def close(self) -> None:
         for end in self.ends:
             end.close_transport()
-        await until(lambda: len(asyncio.all_tasks()) == 1)
+        await eventually(lambda: len(asyncio.all_tasks()) == 1)

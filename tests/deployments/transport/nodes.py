@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from deployments.transport.link import Answerer, Channel, spawn
 from deployments.transport.wire import Hello, LinkError, encode
 from specdec.core.messages import Cancel, Message
+from tests.waiting import eventually
 
 
 def words(*texts: object) -> tuple[Message, ...]:
@@ -91,12 +92,6 @@ class MemoryTransport:
         return mine
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def ended(link: asyncio.Task[None]) -> BaseException | None:
-    await until(link.done)
+    await eventually(link.done)
     return link.exception()

@@ -14,6 +14,7 @@ import pytest
 
 from deployments.transport.host import Host, LoopHost, WorkerHost
 from deployments.transport.wire import HostFailedError
+from tests.waiting import eventually
 
 IDLE_S = 60.0
 """Longer than any test: whatever happens sooner was not a timer's doing."""
@@ -62,12 +63,6 @@ def running(kind: str, machine: Recorder, timer_s: float = IDLE_S) -> Iterator[H
         host.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 both_kinds = pytest.mark.parametrize("kind", ["worker", "loop"])
 
 
@@ -86,7 +81,7 @@ async def test_messages_for_peers_without_a_link_are_dropped_and_counted(kind: s
         mailbox = host.attach("a")
         host.detach("a", mailbox)
         host.post([("a", 1), ("a", 2), ("b", 3)])
-        await until(lambda: host.num_dropped_messages == 3)
+        await eventually(lambda: host.num_dropped_messages == 3)
 
 
 @both_kinds
@@ -105,14 +100,14 @@ async def test_it_steps_again_at_once_while_there_is_work(kind: str) -> None:
     machine = Recorder()
     with running(kind, machine) as host:
         host.tell(lambda m, _now_s: setattr(m, "work", 20))
-        await until(lambda: machine.steps >= 20)
+        await eventually(lambda: machine.steps >= 20)
 
 
 @both_kinds
 async def test_timers_run_without_messages(kind: str) -> None:
     machine = Recorder()
     with running(kind, machine, timer_s=0.001):
-        await until(lambda: machine.steps >= 20)
+        await eventually(lambda: machine.steps >= 20)
 
 
 @both_kinds
@@ -123,12 +118,12 @@ async def test_a_failure_is_kept_told_once_and_ends_the_links(kind: str) -> None
         mailbox = host.attach("a")
         host.check(step_timeout_s=IDLE_S)
         host.post(["poison"])
-        await until(lambda: host.failed)
+        await eventually(lambda: host.failed)
         with pytest.raises(HostFailedError, match="poisoned"):
             host.check(step_timeout_s=IDLE_S)
         assert mailbox.closed
         host.post([("a", 1)])
-        await until(lambda: bool(told))
+        await eventually(lambda: bool(told))
         host.post(["poison"])
         await asyncio.sleep(0.02)
         assert told == [(threading.get_ident(), "poisoned")], "on the event loop"
@@ -139,10 +134,10 @@ async def test_a_worker_runs_on_one_thread_of_its_own_and_stops() -> None:
     with running("worker", machine) as host:
         host.post([("a", 1)])
         host.tell(lambda m, _now_s: m.threads.add(threading.get_ident()))
-        await until(lambda: machine.received == [("a", 1)])
+        await eventually(lambda: machine.received == [("a", 1)])
     assert len(machine.threads) == 1
     assert threading.get_ident() not in machine.threads
-    await until(lambda: "machine" not in {thread.name for thread in threading.enumerate()})
+    await eventually(lambda: "machine" not in {thread.name for thread in threading.enumerate()})
 
 
 async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -> None:
@@ -150,7 +145,7 @@ async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -
     machine.on_step = lambda: release.wait(10) and None
     with running("worker", machine) as host:
         try:
-            await until(lambda: machine.steps == 1)
+            await eventually(lambda: machine.steps == 1)
             await asyncio.sleep(0.02)
             host.check(step_timeout_s=IDLE_S)
             with pytest.raises(HostFailedError, match="no progress"):
@@ -166,7 +161,7 @@ async def test_progress_within_a_step_is_no_stall() -> None:
     host = WorkerHost(machine, last_progress=lambda: progress_s)
     host.start()
     try:
-        await until(lambda: machine.steps == 1)
+        await eventually(lambda: machine.steps == 1)
         await asyncio.sleep(0.05)
         with pytest.raises(HostFailedError, match="no progress"):
             host.check(step_timeout_s=0.04)
@@ -182,11 +177,11 @@ async def test_stopping_waits_for_no_step() -> None:
     machine.on_step = lambda: release.wait(10) and None
     host = WorkerHost(machine)
     host.start()
-    await until(lambda: machine.steps == 1)
+    await eventually(lambda: machine.steps == 1)
     host.stop()
     assert "machine" in {thread.name for thread in threading.enumerate()}, "the step goes on beside the event loop"
     release.set()
-    await until(lambda: "machine" not in {thread.name for thread in threading.enumerate()})
+    await eventually(lambda: "machine" not in {thread.name for thread in threading.enumerate()})
 
 
 class DrainingRecorder(Recorder):
@@ -213,11 +208,11 @@ async def test_draining_lasts_until_the_machine_is_drained(kind: str) -> None:
     machine = DoneRecorder()
     with running(kind, machine, timer_s=0.001) as host:
         drain = asyncio.create_task(host.drain())
-        await until(lambda: machine.drains == 1)
+        await eventually(lambda: machine.drains == 1)
         await asyncio.sleep(0.3)
         assert not drain.done()
         host.post(["done"])
-        await until(drain.done)
+        await eventually(drain.done)
         assert machine.drains == 1
 
 
@@ -227,12 +222,12 @@ async def test_draining_ends_with_the_machine(kind: str, how: str) -> None:
     machine = DrainingRecorder()
     with running(kind, machine, timer_s=0.001) as host:
         drain = asyncio.create_task(host.drain())
-        await until(lambda: machine.drains == 1)
+        await eventually(lambda: machine.drains == 1)
         if how == "failed":
             host.post(["poison"])
         else:
             host.stop()
-        await until(drain.done)
+        await eventually(drain.done)
 
 
 async def test_a_turn_does_a_bounded_number_of_messages_and_others_have_theirs_between() -> None:
@@ -256,5 +251,5 @@ async def test_what_is_not_a_message_is_taken_after_each_turn() -> None:
     host = LoopHost(Recorder(), tick_s=IDLE_S, after=lambda m: taken.append(len(m.received)))
     host.start()
     host.post([("a", 1)])
-    await until(lambda: taken[-1:] == [1])
+    await eventually(lambda: taken[-1:] == [1])
     host.stop()

@@ -23,7 +23,8 @@ from deployments.transport.wire import (
     encode,
 )
 from specdec.core.types import Fingerprints
-from tests.deployments.transport.nodes import Inbox, MemoryChannel, MemoryTransport, ended, until, words
+from tests.deployments.transport.nodes import Inbox, MemoryChannel, MemoryTransport, ended, words
+from tests.waiting import eventually
 
 TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=60.0)
 
@@ -57,7 +58,7 @@ class Ends:
 
     async def linked(self) -> asyncio.Task[None]:
         ups, told, link = self.ups, len(self.told), self.dial()
-        await until(lambda: (self.ups > ups and len(self.told) > told) or link.done())
+        await eventually(lambda: (self.ups > ups and len(self.told) > told) or link.done())
         assert not link.done(), link.exception()
         return link
 
@@ -70,14 +71,14 @@ async def ends() -> AsyncIterator[Ends]:
     yield ends
     for host in (ends.worker, ends.router):
         host.stop()
-    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_batches_travel_both_ways_in_order(ends: Ends) -> None:
     link = await ends.linked()
     ends.worker.tell(lambda m, _now_s: m.say("r", words(*range(100))))
     ends.router.tell(lambda m, _now_s: m.say("w", words("a", "b")))
-    await until(lambda: len(ends.router._machine.got) == 100 and len(ends.worker._machine.got) == 2)
+    await eventually(lambda: len(ends.router._machine.got) == 100 and len(ends.worker._machine.got) == 2)
     assert ends.router._machine.got == list(words(*range(100)))
     assert ends.worker._machine.got == list(words("a", "b"))
     assert not link.done()
@@ -88,14 +89,14 @@ async def test_either_sides_end_ends_the_link_on_both(ends: Ends, side: str) -> 
     link = await ends.linked()
     getattr(ends, side).unlink_all()
     assert isinstance(await ended(link), LinkError)
-    await until(lambda: not ends.worker._mailboxes and not ends.router._mailboxes)
+    await eventually(lambda: not ends.worker._mailboxes and not ends.router._mailboxes)
     assert ends.told == [("joined", "w"), ("lost", "w")]
 
 
 async def test_a_cut_link_leaves_nothing_behind(ends: Ends) -> None:
     link = await ends.linked()
     link.cancel()
-    await until(lambda: link.done() and ends.told[-1:] == [("lost", "w")])
+    await eventually(lambda: link.done() and ends.told[-1:] == [("lost", "w")])
     assert not ends.worker._mailboxes
     assert not ends.router._mailboxes
 
@@ -147,7 +148,7 @@ async def test_silence_ends_a_link_on_both_sides(deaf: str) -> None:
     [channel] = ends.transport.channels
     (channel.other if deaf == "caller" else channel).is_cut = True
     await ended(link)
-    await until(lambda: ends.told[-1:] == [("lost", "w")])
+    await eventually(lambda: ends.told[-1:] == [("lost", "w")])
 
 
 async def test_heartbeats_keep_an_idle_link() -> None:
@@ -167,10 +168,10 @@ async def test_a_link_that_is_dialled_anew_takes_the_place_of_the_old_one(ends: 
     [channel] = ends.transport.channels
     channel.is_cut = channel.other.is_cut = True
     new = ends.dial()
-    await until(lambda: len(ends.told) == 3)
+    await eventually(lambda: len(ends.told) == 3)
     assert ends.told == [("joined", "w"), ("lost", "w"), ("joined", "w")]
     ends.router.tell(lambda m, _now_s: m.say("w", words("up")))
-    await until(lambda: ends.worker._machine.got == list(words("up")))
+    await eventually(lambda: ends.worker._machine.got == list(words("up")))
     old.cancel()
     await asyncio.sleep(0.02)
     assert not new.done()
@@ -184,7 +185,7 @@ async def test_what_cannot_be_decoded_ends_the_link(ends: Ends, to: str, caplog:
     [channel] = ends.transport.channels
     await (channel if to == "router" else channel.other).send(b"\x80\x04garbage")
     error = await ended(link)
-    await until(lambda: ends.told[-1:] == [("lost", "w")])
+    await eventually(lambda: ends.told[-1:] == [("lost", "w")])
     assert "undecodable frame" in (caplog.text if to == "router" else str(error))
 
 

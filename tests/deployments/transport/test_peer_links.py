@@ -9,7 +9,7 @@ import pytest
 
 from deployments.transport.endpoints import PeerLinks
 from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes, OtherModelError
-from tests.deployments.transport.nodes import until
+from tests.waiting import eventually
 
 TIMES = LinkTimes(first_backoff_s=0.001, max_backoff_s=0.004)
 
@@ -54,27 +54,27 @@ async def peers() -> AsyncIterator[Peers]:
     peers = Peers()
     yield peers
     peers.links.close()
-    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_a_lost_link_is_told_at_once_and_opened_again(peers: Peers) -> None:
     peers.links.update(frozenset("b"))
-    await until(lambda: peers.links.linked == {"b"})
+    await eventually(lambda: peers.links.linked == {"b"})
     peers.end("b")
-    await until(lambda: len(peers.events) >= 3)
+    await eventually(lambda: len(peers.events) >= 3)
     assert peers.events == [("linked", "b"), ("lost", "b"), ("linked", "b")]
 
 
 async def test_a_peer_that_cannot_be_reached_is_tried_while_it_is_listed(peers: Peers) -> None:
     peers.refusals["b"] = "no"
     peers.links.update(frozenset("b"))
-    await until(lambda: peers.num_dials >= 3)
+    await eventually(lambda: peers.num_dials >= 3)
     assert peers.events == []
     del peers.refusals["b"]
-    await until(lambda: peers.events == [("linked", "b")])
+    await eventually(lambda: peers.events == [("linked", "b")])
     peers.refusals["c"] = "no"
     peers.links.update(frozenset("bc"))
-    await until(lambda: peers.num_dials >= 6)
+    await eventually(lambda: peers.num_dials >= 6)
     peers.links.update(frozenset("b"))
     num_dials = peers.num_dials
     await asyncio.sleep(0.05)
@@ -84,7 +84,7 @@ async def test_a_peer_that_cannot_be_reached_is_tried_while_it_is_listed(peers: 
 async def test_a_peer_of_another_model_is_told_of_once_and_lost_when_it_is_gone(peers: Peers) -> None:
     peers.refusals["b"] = "model"
     peers.links.update(frozenset("b"))
-    await until(lambda: peers.num_dials >= 3)
+    await eventually(lambda: peers.num_dials >= 3)
     assert peers.events == [("other model", "b")]
     peers.links.update(frozenset())
     assert peers.events == [("other model", "b"), ("lost", "b")]
@@ -95,31 +95,31 @@ async def test_a_link_that_is_up_survives_a_list_without_its_peer(peers: Peers, 
     """Serve may send an empty or a partial list while it recovers, and whoever drains is listed no more."""
     peers.refusals["x"] = "not there"
     peers.links.update(frozenset("ab"))
-    await until(lambda: peers.links.linked == {"a", "b"})
+    await eventually(lambda: peers.links.linked == {"a", "b"})
     peers.links.update(frozenset(listed))
     await asyncio.sleep(0.05)
     assert peers.links.linked == {"a", "b"}
     peers.links.update(frozenset("ab"))
     peers.end("a")
-    await until(lambda: peers.events[-2:] == [("lost", "a"), ("linked", "a")])
+    await eventually(lambda: peers.events[-2:] == [("lost", "a"), ("linked", "a")])
 
 
 async def test_a_peer_that_is_listed_no_more_is_not_dialled_again(peers: Peers) -> None:
     peers.links.update(frozenset("b"))
-    await until(lambda: peers.links.linked == {"b"})
+    await eventually(lambda: peers.links.linked == {"b"})
     peers.links.update(frozenset())
     peers.end("b")
     await asyncio.sleep(0.05)
     assert (peers.events, peers.num_dials) == ([("linked", "b"), ("lost", "b")], 1)
     peers.links.update(frozenset("b"))
-    await until(lambda: peers.events[-1] == ("linked", "b") and peers.num_dials == 2)
+    await eventually(lambda: peers.events[-1] == ("linked", "b") and peers.num_dials == 2)
 
 
 async def test_closing_cuts_all_links_for_good(peers: Peers) -> None:
     peers.links.update(frozenset("ab"))
-    await until(lambda: peers.links.linked == {"a", "b"})
+    await eventually(lambda: peers.links.linked == {"a", "b"})
     peers.links.close()
-    await until(lambda: peers.links.linked == frozenset())
+    await eventually(lambda: peers.links.linked == frozenset())
     await asyncio.sleep(0.05)
     assert peers.num_dials == 2
 
@@ -127,10 +127,10 @@ async def test_closing_cuts_all_links_for_good(peers: Peers) -> None:
 async def test_a_reason_is_logged_once_and_not_at_each_attempt(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
     peers.refusals["b"] = "another model"
     peers.links.update(frozenset("b"))
-    await until(lambda: peers.num_dials >= 5)
+    await eventually(lambda: peers.num_dials >= 5)
     assert caplog.text.count("another model") == 1
     peers.refusals["b"] = "draining"
-    await until(lambda: "draining" in caplog.text)
+    await eventually(lambda: "draining" in caplog.text)
 
 
 async def test_attempts_are_further_and_further_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from deployments.transport.link import Channel, spawn
 from deployments.transport.streams import StreamAnswerer, dial_stream
 from deployments.transport.wire import WIRE_VERSION, Hello, LinkError, encode
-from tests.deployments.transport.nodes import until
+from tests.waiting import eventually
 
 HELLO = Hello("w", "r", "Target", wire=WIRE_VERSION)
 
@@ -67,7 +67,7 @@ class Ends:
 
     async def linked(self) -> tuple[Channel, Channel]:
         mine = await dial_stream(self, HELLO)
-        await until(lambda: bool(self.taken))
+        await eventually(lambda: bool(self.taken))
         assert await self.taken[-1].receive() == encode(HELLO)
         return mine, self.taken[-1]
 
@@ -89,7 +89,7 @@ async def ends() -> AsyncIterator[Ends]:
     yield ends
     for call in ends.calls:
         call.cancel()
-    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_frames_travel_both_ways(ends: Ends) -> None:
@@ -122,7 +122,7 @@ async def test_the_callees_end_ends_the_link(ends: Ends) -> None:
 async def test_the_callers_end_ends_the_link(ends: Ends) -> None:
     mine, _ = await ends.linked()
     mine.close()
-    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)
     with pytest.raises(LinkError, match="no such link"):
         await mine.send(b"late")
 
@@ -151,6 +151,6 @@ async def test_the_next_frame_waits_until_serve_has_taken_the_last(ends: Ends) -
     await asyncio.sleep(0.02)
     assert not sent
     reader = asyncio.ensure_future(anext(stream))
-    await until(lambda: sent == [1])
+    await eventually(lambda: sent == [1])
     reader.cancel()
-    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)

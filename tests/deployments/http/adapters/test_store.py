@@ -19,8 +19,9 @@ from deployments.operate import adapters as adapters_module
 from deployments.operate.adapters import _ENCODE
 from specdec.checkpoint.fingerprint import adapter_reference
 from specdec.core.errors import ServiceUnavailableError
+from tests.waiting import eventually
 
-from ..stores import FaultyStore, eventually
+from ..stores import FaultyStore
 from .kit import KEYS, CountingStore, Service, replace_name
 
 
