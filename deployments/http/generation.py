@@ -17,7 +17,7 @@ from deployments.http.tally import RoundTally
 from specdec.core.messages import Notes, Plan
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
 from specdec.protocol.ingress import TokenDelta
-from specdec.text.output import OutputText
+from specdec.text.detokenizer import OutputText
 
 _MOST_QUEUED = 256
 

@@ -15,8 +15,7 @@ from specdec.checkpoint.compat import check_width
 from specdec.core.errors import MemoryPlanError, ModelLoadError
 from specdec.core.types import Progress, Tokens
 from specdec.drafting.medusa import HeadDrafter, HeadsOptions, MedusaHeads, load_heads
-from specdec.drafting.vocabulary_mapping import VocabularyMapper
-from specdec.engine.drafter import ModelDrafter
+from specdec.engine.drafter import ModelDrafter, VocabularyMapper
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, measure_step

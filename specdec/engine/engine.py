@@ -39,7 +39,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.noise import derive_seed
 from specdec.structured.compiler import Grammars
-from specdec.text.output import OutputText
+from specdec.text.detokenizer import OutputText
 from specdec.text.prompts import check_token_ids, encode_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from specdec.core.messages import Notes, TokenKind, count_accepted, token_kind
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs
 from specdec.protocol.ingress import TokenDelta
-from specdec.text.output import OutputText
+from specdec.text.detokenizer import OutputText
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.checkpoint.compat import VocabularyMapping, check_pair, map_vocabularies
 from specdec.core.errors import IncompatiblePairError
-from specdec.drafting.vocabulary_mapping import VocabularyMapper
+from specdec.engine.drafter import VocabularyMapper
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import ModelSource, load_tokenizer
 from tests.specdec.checkpoints import save_checkpoint

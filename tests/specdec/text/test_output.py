@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.text.output import OutputText, TextDelta
+from specdec.text.detokenizer import OutputText, TextDelta
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.text.output import StopScanner
+from specdec.text.detokenizer import StopScanner
 
 
 def scan(stops: list[str], pieces: list[str]) -> tuple[str, str | None, int]:

@@ -12,8 +12,8 @@ from specdec.core.backends import DraftJob
 from specdec.core.grammar import Grammar
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.vocabulary_mapping import VocabularyMapper
 from specdec.engine.build import BackendOptions, build_drafter, build_target
+from specdec.engine.drafter import VocabularyMapper
 from specdec.engine.engine import SpeculativeEngine
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES
