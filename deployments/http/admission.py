@@ -1,7 +1,7 @@
 """Who is taken in, who waits, and who is refused: one ingress' requests against its limits.
 
 A request is counted, with the bytes of its body, before anything of it is read. When it is parsed, and before it is
-tokenized, it asks for a place per sequence, and may wait for them; then its tokens are counted.
+tokenized, it asks for a slot per sequence, and may wait for them; then its tokens are counted.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from cluster.config.limits import Limits
 from deployments.http.errors import ApiError
 
 _MOST_OVERTAKEN = 16
-"""So many times a request that does not fit is passed over; then places are kept free until it fits."""
+"""So many times a request that does not fit is passed over; then slots are kept free until it fits."""
 
 
 class Admission:
     """One ingress' book of requests; on the event loop.
 
-    Places are given in the order of arrival, first to keys below their share, and to the others where no such key
-    waits. A request that needs more places than are free lets those behind it pass, but only 16 times: then places
-    are kept free for it until it fits, so that many small requests never starve a large one. Where all waiting places
+    Slots are given in the order of arrival, first to keys below their share, and to the others where no such key
+    waits. A request that needs more slots than are free lets those behind it pass, but only 16 times: then slots
+    are kept free for it until it fits, so that many small requests never starve a large one. Where all waiting slots
     are taken, the newest request of a key beyond its share of them gives way to one of a key below. Nobody waits for
     bytes or tokens: of these each key has its share and no more, but for a single request.
 
     Attributes:
         num_requests: Requests that have entered and not left.
         num_bytes: Of their bodies.
-        num_sequences: Places that are taken.
+        num_sequences: Slots that are taken.
         num_tokens: Tokens that are counted.
         num_refused: Requests that were refused for want of room, with 429.
     """
@@ -49,17 +49,17 @@ class Admission:
 
     @property
     def _share(self) -> float:
-        """Share of the places that one key may hold while others wait, and of the bytes and tokens at all."""
+        """Share of the slots that one key may hold while others wait, and of the bytes and tokens at all."""
         return self.limits.max_share_per_key or 1.0
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their places."""
+        """Requests that wait for their slots."""
         return len(self._waiting)
 
     @property
     def slots_used(self) -> float:
-        """Share of the places that are taken or waited for; it may be more than 1."""
+        """Share of the slots that are taken or waited for; it may be more than 1."""
         wanted = self.num_sequences + sum(waiter.count for waiter in self._waiting)
         return wanted / self.limits.max_concurrent_requests
 
@@ -79,7 +79,7 @@ class Admission:
         """
         limits = self.limits
         most = limits.max_concurrent_requests + limits.max_queued_requests
-        # Through a door that others fill, a key below its share comes in still: somebody's waiting place becomes its.
+        # Through a door that others fill, a key below its share still comes in: somebody's waiting slot becomes its.
         is_below_share = self._share < 1 and self._entered[key] + 1 <= self._share * most
         if self.num_requests >= (2 * most if is_below_share else most):
             raise self._full(f"{self.num_requests} requests are being served or wait")
@@ -138,7 +138,7 @@ class Admission:
         self._held[key] -= count
 
     def _admit(self) -> None:
-        """Give free places to those who wait."""
+        """Give free slots to those who wait."""
         # Whoever has just given up stands in the list until its task's next turn.
         self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
         while (waiter := self._next()) is not None:
@@ -147,7 +147,7 @@ class Admission:
             waiter.granted.set_result(None)
 
     def _next(self) -> _Waiter | None:
-        """Whose turn it is of those who fit; None where nobody fits, or places are kept free for one that does not.
+        """Whose turn it is of those who fit; None where nobody fits, or slots are kept free for one that does not.
 
         Those before it who do not fit are overtaken, and count that.
         """
@@ -210,7 +210,7 @@ class Admission:
 
 
 class Reservation:
-    """One request's part of the book, from its arrival until it leaves."""
+    """What one request holds of the bounds, from its arrival until it leaves."""
 
     def __init__(self, admission: Admission, key: str, num_bytes: int) -> None:
         self._admission = admission
@@ -220,7 +220,7 @@ class Reservation:
         self._num_tokens = 0
 
     async def take(self, num_sequences: int) -> None:
-        """Take a place per sequence, all at once, waiting for them if need be; once.
+        """Take a slot per sequence, all at once, waiting for them if need be; once.
 
         Raises:
             ApiError: 429: nobody may wait any more, or this one has given way to another key's.

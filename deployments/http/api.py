@@ -115,7 +115,7 @@ class Api:
         )
 
     async def admit(self, context: RequestContext, model: ServedModel, num_sequences: int) -> None:
-        """Take a place per sequence of a request that is checked, waiting for them if need be.
+        """Take a slot per sequence of a request that is checked, waiting for them if need be.
 
         Raises:
             ApiError: 429: nobody may wait any more; 503 or 504: it has waited too long.

@@ -22,7 +22,7 @@ class RequestStats:
         request_id: That of its body; empty where it has none.
         key: Name of its API key; empty where none is asked for.
         reservation: Its part of what is taken in; None where it asks for nothing to be generated.
-        admitted_s: When it had its place, on the monotonic clock.
+        admitted_s: When it had its slots, on the monotonic clock.
         first_token_s: When its first token came, on the same.
         finish: How its choices ended, each way once.
     """
