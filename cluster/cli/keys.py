@@ -1,20 +1,14 @@
-"""The configuration's keys: ``specdec config`` prints their values; ``python -m cluster.cli.keys`` makes their table.
-
-The table is that of ``cluster/README.md``.
-"""
+"""The table of every configuration key, as it stands in ``cluster/README.md``."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
-from cluster.cli.flags import COMMON, Parser, add_service_flags, config_overrides, flag_of
+from cluster.cli.flags import COMMON, flag_of
 from cluster.config.base import allowed_range, choices
-from cluster.config.files import config_keys, load_config
+from cluster.config.files import config_keys
 
 HEADING = "## Every key\n"
 """After it comes the table, to the end of the document."""
@@ -55,18 +49,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [KEY ...]"
-
-
-def add_arguments(parser: Parser) -> None:
-    """The flags of ``specdec config``: those of ``specdec serve``."""
-    add_service_flags(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print every key with its value; secrets are masked. Returns the exit code."""
-    config = load_config(arguments.config, config_overrides(arguments))
-    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
-    return 0
