@@ -140,3 +140,13 @@ def refused(http: httpx2.AsyncClient) -> Callable[..., Any]:
         return error
 
     return send
+
+
+def accepts(bench: Bench, text: str) -> bool:
+    """Whether the last sequence's grammar allows a text, up to its end."""
+    grammar = bench.service.opened[-1].spec.sampling.grammar
+    if grammar is None:
+        return True
+    matcher = bench.app.state.api.grammars.compiled(grammar, (0,)).result().deep_copy()
+    tokens = bench.tokenizer.encode(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())

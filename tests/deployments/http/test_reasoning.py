@@ -19,7 +19,7 @@ from specdec.structured.matchers import Matchers
 from tests.deployments.http.scripted import rounds
 
 from .bodies import SCHEMA, TOOL
-from .conftest import Bench
+from .conftest import Bench, accepts
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 THINKS = TURNS + "{# </think> <tool_call> tools #}"
@@ -59,16 +59,6 @@ async def post(http: httpx2.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 def prompt_of(bench: Bench) -> str:
     return str(bench.tokenizer.decode(list(bench.service.opened[-1].prompt)))
-
-
-def accepts(bench: Bench, text: str) -> bool:
-    """Whether the last sequence's grammar allows a text, up to its end."""
-    grammar = bench.service.opened[-1].spec.sampling.grammar
-    if grammar is None:
-        return True
-    matcher = bench.app.state.api.grammars.compiled(grammar, (0,)).result().deep_copy()
-    tokens = bench.tokenizer.encode(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from deployments.http.service import ApiSettings
 from tests.deployments.http.scripted import rounds
 
 from .bodies import SCHEMA
-from .conftest import Bench
+from .conftest import Bench, accepts
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -180,16 +180,6 @@ async def test_an_answer_that_is_cut_off_has_half_a_call(bench: Bench, http: htt
     ((name, arguments),) = calls_of(choice["message"])
     assert name == "weather"
     assert A.startswith(arguments)
-
-
-def accepts(bench: Bench, text: str) -> bool:
-    """Whether the last sequence's grammar allows a text, up to its end."""
-    sampling = bench.service.opened[-1].spec.sampling
-    if sampling.grammar is None:
-        return True
-    matcher = bench.app.state.api.grammars.compiled(sampling.grammar, (0,)).result().deep_copy()
-    tokens = bench.tokenizer.encode(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 WRONG_A = CALL_A.replace('"Rome"', '"Bonn"')

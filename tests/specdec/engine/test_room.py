@@ -74,22 +74,15 @@ def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
     assert told("shorter", 6) == BLOCK_SIZE
 
 
-def test_an_older_sequence_without_work_keeps_its_room(shared: tuple) -> None:
+@pytest.mark.parametrize("is_older", [True, False])
+def test_without_work_an_older_sequence_keeps_its_room_and_a_newer_one_yields(shared: tuple, is_older: bool) -> None:
     drafter, target, states = shared
-    assert drafter.propose([draft_job("old", 1, 24, 0.0)])[0].status is Status.DECIDED
-    assert target.verify([verify_job("new", 5, 20, 1.0)])[0].status is Status.WAITING
-    assert states.num_computed_tokens("old") == 24
-    assert states.num_computed_tokens("new") == 0
-    assert states.num_evictions == 0
-
-
-def test_a_newer_sequence_without_work_yields(shared: tuple) -> None:
-    drafter, target, states = shared
-    assert drafter.propose([draft_job("new", 1, 24, 1.0)])[0].status is Status.DECIDED
-    assert target.verify([verify_job("old", 5, 20, 0.0)])[0].status is Status.DECIDED
-    assert states.num_computed_tokens("old") == 20
-    assert states.num_computed_tokens("new") == 0
-    assert states.num_evictions == 1
+    held_s, wanted_s = (0.0, 1.0) if is_older else (1.0, 0.0)
+    assert drafter.propose([draft_job("held", 1, 24, held_s)])[0].status is Status.DECIDED
+    wanted = target.verify([verify_job("wanted", 5, 20, wanted_s)])[0].status
+    assert wanted is (Status.WAITING if is_older else Status.DECIDED)
+    assert [states.num_computed_tokens(key) for key in ("held", "wanted")] == ([24, 0] if is_older else [0, 20])
+    assert states.num_evictions == (not is_older)
 
 
 def test_whoever_waits_holds_nothing(shared: tuple) -> None:

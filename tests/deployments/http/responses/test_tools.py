@@ -18,8 +18,8 @@ from specdec.core.types import TokenLogprobs
 from tests.deployments.http.scripted import rounds
 
 from ..bodies import RESPONSES
-from ..conftest import Bench
-from ..test_reasoning import BEGUN, accepts, tokenizer_with_tags
+from ..conftest import Bench, accepts
+from ..test_reasoning import BEGUN, tokenizer_with_tags
 from ..test_tools import BODY as CHAT
 from ..test_tools import (
     CALL_A,
