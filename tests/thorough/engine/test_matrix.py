@@ -13,12 +13,12 @@ OF_HEADS = ("heads", "trees")
 CELLS = [
     (role, quantization, feature)
     for feature in ("kills", "trees", *get_args(Feature))
-    for role, quantization in (("target", "none"), ("hybrid", "none"), ("target", "int8"))
+    for role, quantization in (("target", "none"), ("hybrid", "none"), ("target", "int8"), ("hybrid", "int8"))
     if role == "target" or feature not in OF_HEADS
 ]
 
 
-@pytest.mark.parametrize(("role", "quantization", "feature"), some([*dict.fromkeys(CELLS)], 6))
+@pytest.mark.parametrize(("role", "quantization", "feature"), some([*dict.fromkeys(CELLS)], 7))
 def test_each_text_is_the_targets_own(role: str, quantization: str, feature: Feature) -> None:
     if quantization != "none":
         pytest.importorskip("torchao")
