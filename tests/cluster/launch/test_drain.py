@@ -13,10 +13,10 @@ class Replica:
     def __init__(self, num_open: int, fails: bool = False) -> None:
         self.num_open = num_open
         self.fails = fails
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     async def answer(self, method: str) -> int:
-        self.told.append(method)
+        self.calls.append(method)
         if self.fails:
             raise ConnectionError
         self.num_open = max(0, self.num_open - 1)
@@ -47,8 +47,8 @@ def test_it_waits_for_the_last_request_of_every_replica(monkeypatch):
     short, long = Replica(2), Replica(5)
     running: list[int] = []
     assert drain_ingress(Handle(short, long), 60, report=running.append)
-    assert long.told == ["drain_requests"] * 5
-    assert short.told == long.told, "a replica that started again is told again"
+    assert long.calls == ["drain_requests"] * 5
+    assert short.calls == long.calls, "a replica that started again is told again"
     assert running == [5, 3, 2, 1]
 
 
@@ -71,13 +71,13 @@ def test_a_replica_that_hangs_is_waited_for_until_the_time_is_over(monkeypatch):
 def test_requests_that_do_not_end_are_given_up_after_the_time_limit():
     replica = Replica(10**9)
     assert not drain_ingress(Handle(replica), 0.0)
-    assert replica.told == ["drain_requests"], "it is told even where no time is given"
+    assert replica.calls == ["drain_requests"], "it is told even where no time is given"
 
 
 def test_nobody_is_asked_where_ray_has_died():
     replica = Replica(1)
     assert not drain_ingress(Handle(replica), 60, lambda: False)
-    assert replica.told == []
+    assert replica.calls == []
 
 
 def test_what_has_not_changed_is_not_told_again(monkeypatch):
@@ -88,6 +88,6 @@ def test_what_has_not_changed_is_not_told_again(monkeypatch):
         async def answer(self, method):
             return next(counts)
 
-    told: list[int] = []
-    assert drain_ingress(Handle(Slow(0)), 60, report=told.append)
-    assert told == [3, 1]
+    calls: list[int] = []
+    assert drain_ingress(Handle(Slow(0)), 60, report=calls.append)
+    assert calls == [3, 1]

@@ -43,7 +43,7 @@ class Line:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-async def plan_told(bench: Bench, plan: Plan) -> Any:
+async def plan_in_answer(bench: Bench, plan: Plan) -> Any:
     """The plan in the answer of a service whose router has this one for every sequence."""
     script = Script(0.8, 0.9, range(5, 50))
     service = OverlapService(ScriptedTarget(script, 128), ScriptedDrafter(script, 128), plan, lambda: 0)
@@ -67,7 +67,7 @@ async def plan_told(bench: Bench, plan: Plan) -> Any:
     ],
 )
 async def test_an_answer_tells_the_plan_of_its_router(bench: Bench, plan: Plan, mode: str) -> None:
-    assert await plan_told(bench, plan) == {
+    assert await plan_in_answer(bench, plan) == {
         "num_draft_tokens": plan.num_draft_tokens,
         "num_branches": plan.num_branches,
         "mode": mode,

@@ -24,7 +24,7 @@ PROMPT = "def f():\n    return 🙂"
 OTHER = 7
 
 
-def told(prompt: tuple[int, ...]) -> PromptLogprobs:
+def logprobs_of(prompt: tuple[int, ...]) -> PromptLogprobs:
     """Made-up entries, different at every place: the prompt's token is the third, behind two that are fixed."""
     entries = [
         TokenLogprobs(-0.01 * len(prompt) - i, 3, ((OTHER, -0.001 * i), (OTHER + 1, -0.002 * i), (token, -math.inf)))
@@ -42,7 +42,7 @@ def scored(bench: Bench, text: str, size: int = 1) -> None:
         own = ids[: request.spec.max_tokens]
         logprobs = None if request.spec.sampling.logprobs is None else entries
         finish = "stop" if own == ids else "length"
-        return rounds(own, size, finish, logprobs, told(tuple(request.prompt)))
+        return rounds(own, size, finish, logprobs, logprobs_of(tuple(request.prompt)))
 
     bench.script = script
 
@@ -69,7 +69,7 @@ def only(pieces: list[Any], stream: bool) -> Any:
 def expected(bench: Bench, prompt: tuple[int, ...], num_top: int) -> list[Any]:
     texts = TokenTexts(bench.tokenizer)
     wanted: list[Any] = [None]
-    for token, entry in list(zip(prompt, told(prompt), strict=True))[1:]:
+    for token, entry in list(zip(prompt, logprobs_of(prompt), strict=True))[1:]:
         assert entry is not None
         ranked = {token: (entry.logprob, 3)}
         ranked |= {other: (entry.top[i][1], i + 1) for i, other in enumerate((OTHER, OTHER + 1)) if i < num_top}
@@ -167,7 +167,7 @@ async def test_echoed_logprobs_begin_with_those_of_the_prompt(
         assert len(prompt) + len(output) == sum(len(piece.logprobs.tokens) for piece in own)
         assert own[0].text.startswith(PROMPT)
         logprobs = [value for piece in own for value in piece.logprobs.token_logprobs]
-        of_prompt = [entry and entry.logprob for entry in told(tuple(prompt))]
+        of_prompt = [entry and entry.logprob for entry in logprobs_of(tuple(prompt))]
         assert logprobs == of_prompt + [-0.5 - i for i in range(len(output))]
         tops = [top for piece in own for top in piece.logprobs.top_logprobs or ()]
         num_listed = [0] + [1 + num_top] * (len(prompt) - 1) if num_top else []

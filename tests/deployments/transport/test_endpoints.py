@@ -20,13 +20,13 @@ class Noted(Inbox):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []
 
     def joined(self, peer: str, now_s: float) -> None:
-        self.told.append(("joined", peer))
+        self.events.append(("joined", peer))
 
     def lost(self, peer: str, now_s: float) -> None:
-        self.told.append(("lost", peer))
+        self.events.append(("lost", peer))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ async def test_the_machine_is_told_of_workers_alone(router: RouterEndpoint) -> N
         router._lost(hello)
     await asyncio.sleep(0)
     machine = router._host._machine
-    assert machine.told == [("joined", "target"), ("lost", "target"), ("joined", "draft"), ("lost", "draft")]
+    assert machine.events == [("joined", "target"), ("lost", "target"), ("joined", "draft"), ("lost", "draft")]
     await router.__del__()
     assert router.__del__() is None
 

@@ -34,14 +34,14 @@ class Ends:
 
     def __init__(self, times: LinkTimes = TIMES, mine: Fingerprints | None = None) -> None:
         self.worker, self.router = LoopHost(Inbox(), tick_s=60.0), LoopHost(Inbox(), tick_s=60.0)
-        self.refusal, self.told = "", []
+        self.refusal, self.events = "", []
         self.answerer = Answerer(
             "r",
             Fingerprints("d", "v"),
             self.router,
             lambda _hello: self.refusal,
-            lambda hello: self.told.append(("joined", hello.caller)),
-            lambda hello: self.told.append(("lost", hello.caller)),
+            lambda hello: self.events.append(("joined", hello.caller)),
+            lambda hello: self.events.append(("lost", hello.caller)),
             times,
         )
         self.transport = MemoryTransport({"r": self.answerer})
@@ -57,8 +57,8 @@ class Ends:
         return link
 
     async def linked(self) -> asyncio.Task[None]:
-        ups, told, link = self.ups, len(self.told), self.dial()
-        await eventually(lambda: (self.ups > ups and len(self.told) > told) or link.done())
+        ups, events, link = self.ups, len(self.events), self.dial()
+        await eventually(lambda: (self.ups > ups and len(self.events) > events) or link.done())
         assert not link.done(), link.exception()
         return link
 
@@ -90,13 +90,13 @@ async def test_either_sides_end_ends_the_link_on_both(ends: Ends, side: str) -> 
     getattr(ends, side).unlink_all()
     assert isinstance(await ended(link), LinkError)
     await eventually(lambda: not ends.worker._mailboxes and not ends.router._mailboxes)
-    assert ends.told == [("joined", "w"), ("lost", "w")]
+    assert ends.events == [("joined", "w"), ("lost", "w")]
 
 
 async def test_a_cut_link_leaves_nothing_behind(ends: Ends) -> None:
     link = await ends.linked()
     link.cancel()
-    await eventually(lambda: link.done() and ends.told[-1:] == [("lost", "w")])
+    await eventually(lambda: link.done() and ends.events[-1:] == [("lost", "w")])
     assert not ends.worker._mailboxes
     assert not ends.router._mailboxes
 
@@ -106,7 +106,7 @@ async def test_a_refusal_is_told_and_links_nothing(ends: Ends) -> None:
     error = await ended(ends.dial())
     assert isinstance(error, LinkRefusedError)
     assert "draining" in str(error)
-    assert (ends.ups, ends.told) == (0, [])
+    assert (ends.ups, ends.events) == (0, [])
 
 
 async def test_whose_machine_has_failed_dials_nobody(ends: Ends) -> None:
@@ -148,7 +148,7 @@ async def test_silence_ends_a_link_on_both_sides(deaf: str) -> None:
     [channel] = ends.transport.channels
     (channel.other if deaf == "caller" else channel).is_cut = True
     await ended(link)
-    await eventually(lambda: ends.told[-1:] == [("lost", "w")])
+    await eventually(lambda: ends.events[-1:] == [("lost", "w")])
 
 
 async def test_heartbeats_keep_an_idle_link() -> None:
@@ -168,14 +168,14 @@ async def test_a_link_that_is_dialled_anew_takes_the_place_of_the_old_one(ends: 
     [channel] = ends.transport.channels
     channel.is_cut = channel.other.is_cut = True
     new = ends.dial()
-    await eventually(lambda: len(ends.told) == 3)
-    assert ends.told == [("joined", "w"), ("lost", "w"), ("joined", "w")]
+    await eventually(lambda: len(ends.events) == 3)
+    assert ends.events == [("joined", "w"), ("lost", "w"), ("joined", "w")]
     ends.router.tell(lambda m, _now_s: m.say("w", words("up")))
     await eventually(lambda: ends.worker._machine.got == list(words("up")))
     old.cancel()
     await asyncio.sleep(0.02)
     assert not new.done()
-    assert len(ends.told) == 3
+    assert len(ends.events) == 3
 
 
 @pytest.mark.parametrize("to", ["router", "worker"])
@@ -185,7 +185,7 @@ async def test_what_cannot_be_decoded_ends_the_link(ends: Ends, to: str, caplog:
     [channel] = ends.transport.channels
     await (channel if to == "router" else channel.other).send(b"\x80\x04garbage")
     error = await ended(link)
-    await eventually(lambda: ends.told[-1:] == [("lost", "w")])
+    await eventually(lambda: ends.events[-1:] == [("lost", "w")])
     assert "undecodable frame" in (caplog.text if to == "router" else str(error))
 
 
@@ -195,7 +195,7 @@ async def test_the_first_frame_must_be_a_hello(ends: Ends) -> None:
     await mine.send(encode(Greeting("w")))
     await ends.answerer.answer(theirs)
     assert theirs.is_closed
-    assert ends.told == []
+    assert ends.events == []
 
 
 async def test_a_callee_that_never_greets_is_given_up(ends: Ends) -> None:

@@ -105,8 +105,8 @@ def test_greetings_travel_in_the_same_schema() -> None:
 
 def test_who_tells_no_wire_version_has_another() -> None:
     for frame in (["Hello", "w", "r", "Target"], ["Greeting", "r"]):
-        told = decode(msgspec.msgpack.encode(frame), Hello if frame[0] == "Hello" else Greeting)
-        assert mismatch(Fingerprints(), told.fingerprints, "decision", told.wire)
+        hello = decode(msgspec.msgpack.encode(frame), Hello if frame[0] == "Hello" else Greeting)
+        assert mismatch(Fingerprints(), hello.fingerprints, "decision", hello.wire)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def received(parts: list[bytes]) -> tuple[m.Message, ...]:
 
 def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = SharedTokens(range(150_000))
-    told = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1, tuple((i, -0.1 * i) for i in range(20)))] * 10_000))
-    verdict = m.Verdict("s", EPOCH, 3, (4,), m.Notes(provenance("p"), (0,), None, told), PREFIX_HASH)
+    logprobs = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1, tuple((i, -0.1 * i) for i in range(20)))] * 10_000))
+    verdict = m.Verdict("s", EPOCH, 3, (4,), m.Notes(provenance("p"), (0,), None, logprobs), PREFIX_HASH)
     submits = [m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(20)]
     submits.append(m.Submit("other", 1, "i", PROMPT, SPEC))
     batch = (submits[0], verdict, *submits[1:])
@@ -195,7 +195,7 @@ def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.
     assert found == batch
     assert len({id(message.prompt) for message in found if isinstance(message, m.Submit)}) == 2
     assert max(map(len, parts)) <= wire.USUAL_FRAME_BYTES + 100
-    attached = prompt.tokens.nbytes + sum(len(part.data) for part in told.parts)
+    attached = prompt.tokens.nbytes + sum(len(part.data) for part in logprobs.parts)
     assert attached < sum(map(len, parts)) < attached + 20_000
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 700_000)
     refused: list[object] = []
@@ -231,10 +231,10 @@ def test_a_message_that_is_too_long_is_left_out_and_told_of_and_all_others_trave
     monkeypatch.setattr(wire, "USUAL_FRAME_BYTES", 100)
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200)
     batch = (m.Cancel("a", 1), m.Cancel("x" * 300, 1), m.Cancel("y" * 150, 1), m.Cancel("b", 1))
-    told: list[tuple[object, str]] = []
-    parts = list(wire.frames(batch, lambda message, reason: told.append((message, reason))))
+    refused: list[tuple[object, str]] = []
+    parts = list(wire.frames(batch, lambda message, reason: refused.append((message, reason))))
     assert received(parts) == (batch[0], *batch[2:])
-    ((message, reason),) = told
+    ((message, reason),) = refused
     assert message is batch[1]
     assert reason.startswith("a message (Cancel) of 3")
     assert reason.endswith("bytes is too long to be sent; the most is 200")

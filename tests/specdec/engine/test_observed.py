@@ -17,7 +17,7 @@ SPEC = SequenceSpec(SamplingParams(), 0, 1, 8)
 DECIDED, PREFILLING = Verification(Status.DECIDED, (5, 6), 1, 2), Verification(Status.PREFILLING)
 
 
-class Told:
+class Scripted:
     """A backend that answers what a test wants."""
 
     max_model_len = 64
@@ -57,7 +57,7 @@ def points(report):
 
 
 def test_steps_are_timed_by_rows_and_tokens_and_prompts_left_out():
-    backend = Told()
+    backend = Scripted()
     report = StepMetrics()
     observed = ObservedTarget(backend, [report], clock())
     backend.answers = [PREFILLING, DECIDED]
@@ -75,7 +75,7 @@ def test_steps_are_timed_by_rows_and_tokens_and_prompts_left_out():
 
 
 def test_draft_steps_count_branches_from_their_first():
-    backend = Told()
+    backend = Scripted()
     report = StepMetrics()
     observed = ObservedDrafter(backend, [report], clock())
     backend.answers = [Proposal(Status.DECIDED, 5)]
@@ -90,7 +90,7 @@ def test_draft_steps_count_branches_from_their_first():
 
 
 def test_draft_steps_in_which_anybody_waits_or_reads_are_left_out_and_so_is_the_first_after_it():
-    backend, decided = Told(), Proposal(Status.DECIDED, 5)
+    backend, decided = Scripted(), Proposal(Status.DECIDED, 5)
     report = StepMetrics()
     observed = ObservedDrafter(backend, [report], clock())
     chain, branch = DraftJob("a", [1, 2], SPEC), DraftJob("a#0", [1, 2, 6], SPEC, fork_of="a")
@@ -116,7 +116,7 @@ def test_draft_steps_in_which_anybody_waits_or_reads_are_left_out_and_so_is_the_
 
 @pytest.mark.parametrize(("rests", "counted_s"), [(False, 3.5), (True, 1.0)])
 def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_rested(rests, counted_s):
-    backend = Told()
+    backend = Scripted()
     report = StepMetrics()
     observed = ObservedDrafter(backend, [report], iter((0, 10**9, 35 * 10**8, 45 * 10**8)).__next__)
     backend.answers = [Proposal(Status.DECIDED, 5)]
@@ -128,19 +128,19 @@ def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_r
 
 
 def test_a_step_in_which_nothing_was_done_is_not_told_of():
-    told: list[StepRecord] = []
-    backend = Told()
-    target, drafter = ObservedTarget(backend, [told.append]), ObservedDrafter(backend, [told.append])
+    records: list[StepRecord] = []
+    backend = Scripted()
+    target, drafter = ObservedTarget(backend, [records.append]), ObservedDrafter(backend, [records.append])
     assert target.verify([]) == drafter.propose([]) == []
     backend.answers = [Verification(Status.WAITING)]
     target.verify(jobs("a"))
     backend.answers = [Proposal(Status.WAITING)]
     drafter.propose([DraftJob("a", [1, 2], SPEC)])
-    assert told == []
+    assert records == []
 
 
 def test_all_listeners_hear_of_a_step_with_its_jobs_and_results():
-    first, second, backend = [], [], Told()
+    first, second, backend = [], [], Scripted()
     target = ObservedTarget(backend, [first.append, second.append])
     backend.answers = [PREFILLING, DECIDED]
     asked = jobs("a", "b")
@@ -154,15 +154,15 @@ def test_all_listeners_hear_of_a_step_with_its_jobs_and_results():
 
 
 def test_a_drafters_record_counts_branches_and_reads_prompts_by_its_chains():
-    told, backend = [], Told()
-    drafter = ObservedDrafter(backend, [told.append])
+    records, backend = [], Scripted()
+    drafter = ObservedDrafter(backend, [records.append])
     chain, branch = DraftJob("a", [1, 2], SPEC), DraftJob("a#0", [1, 2, 3], SPEC, fork_of="a")
     decided, prefilling, waiting = Proposal(Status.DECIDED, 5), Proposal(Status.PREFILLING), Proposal(Status.WAITING)
 
     def step(*answers: tuple[DraftJob, Proposal]) -> tuple[int, int, bool]:
         backend.answers = [answer for _, answer in answers]
         drafter.propose([job for job, _ in answers])
-        return told[-1].num_rows, told[-1].num_tokens, told[-1].is_decode
+        return records[-1].num_rows, records[-1].num_tokens, records[-1].is_decode
 
     assert step((chain, prefilling)) == (1, 0, False)
     assert step((chain, decided)) == (1, 1, False)

@@ -60,7 +60,7 @@ def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
     model = runner(16)
     target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_num_batched_tokens=64)
 
-    def told(key: str, length: int) -> int:
+    def fits(key: str, length: int) -> int:
         job = VerifyJob(key, TokenLog(prompt(1, length)), (), Case(tuple(prompt(1, length)), 9, GREEDY).spec(0.0))
         (result,) = target.verify([job])
         job.log.extend(result.run)
@@ -69,9 +69,9 @@ def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
         target.release(key)
         return result.num_cached_tokens
 
-    assert told("first", 11) == 0
-    assert told("again", 11) == 2 * BLOCK_SIZE
-    assert told("shorter", 6) == BLOCK_SIZE
+    assert fits("first", 11) == 0
+    assert fits("again", 11) == 2 * BLOCK_SIZE
+    assert fits("shorter", 6) == BLOCK_SIZE
 
 
 @pytest.mark.parametrize("is_older", [True, False])

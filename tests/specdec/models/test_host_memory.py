@@ -27,7 +27,7 @@ def v1(folder: str, limit: int | str, used: int, stat: str = "") -> dict[str, st
     return {f"sys/fs/cgroup/memory/{folder}/{name}": f"{text}\n" for name, text in files.items()}
 
 
-def told(root: Path, files: dict[str, str]) -> HostMemory:
+def memory_of(root: Path, files: dict[str, str]) -> HostMemory:
     for name, text in (MEMINFO | files).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -89,7 +89,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_process_may_take(case: str, tmp_path: Path) -> None:
     files, (total, free, limit) = CASES[case]
-    assert told(tmp_path, files) == HostMemory(total * MIB, free * MIB, None if limit is None else limit * MIB)
+    assert memory_of(tmp_path, files) == HostMemory(total * MIB, free * MIB, None if limit is None else limit * MIB)
 
 
 def test_this_machine_has_some() -> None:

@@ -26,7 +26,7 @@ def sparse(path: Path, sizes: dict[str, int]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def told(names: list[str], sizes: dict[str, int], seconds_each: float) -> list[str]:
+def reported(names: list[str], sizes: dict[str, int], seconds_each: float) -> list[str]:
     lines: list[str] = []
     loaded: list[str] = []
     for name, value in watched([(n, n) for n in names], sizes, lines.append, lambda: len(loaded) * seconds_each):
@@ -40,20 +40,20 @@ def test_bytes_are_counted_over_all_files_by_the_size_of_each_tensor(tmp_path: P
     sparse(tmp_path / "model-1.safetensors", {"a": 5_000_000_000, "b": 1_000_000_000})
     sparse(tmp_path / "model-2.safetensors", {"c": 1_500_000_000})
     sizes = weights_bytes(str(tmp_path))
-    assert told(["a", "b", "c"], sizes, 2.0) == ["5.0 of 7.5 GB", "6.0 of 7.5 GB", "7.5 of 7.5 GB"]
-    assert told(["a", "b", "c"], sizes, 1.0) == ["6.0 of 7.5 GB"], "every two seconds, no more"
-    assert told(["a", "b", "c"], sizes, 0.1) == []
+    assert reported(["a", "b", "c"], sizes, 2.0) == ["5.0 of 7.5 GB", "6.0 of 7.5 GB", "7.5 of 7.5 GB"]
+    assert reported(["a", "b", "c"], sizes, 1.0) == ["6.0 of 7.5 GB"], "every two seconds, no more"
+    assert reported(["a", "b", "c"], sizes, 0.1) == []
 
 
 def test_what_has_another_name_in_the_model_counts_an_equal_share_of_the_rest() -> None:
     sizes = {"a": 1_000_000_000, "experts.0": 2_000_000_000, "experts.1": 2_000_000_000, "gate": 1_000_000_000}
-    assert told(["a", "merged", "fused"], sizes, 2.0) == ["1.0 of 6.0 GB", "3.5 of 6.0 GB", "6.0 of 6.0 GB"]
-    assert told(["a"], sizes, 2.0) == ["1.0 of 1.0 GB"], "what the model does not take is not waited for"
+    assert reported(["a", "merged", "fused"], sizes, 2.0) == ["1.0 of 6.0 GB", "3.5 of 6.0 GB", "6.0 of 6.0 GB"]
+    assert reported(["a"], sizes, 2.0) == ["1.0 of 1.0 GB"], "what the model does not take is not waited for"
 
 
 def test_a_model_whose_files_are_not_here_has_no_sizes(tmp_path: Path) -> None:
     assert weights_bytes("nobody/no-such-model") == weights_bytes(str(tmp_path)) == {}
-    assert told(["a"], {}, 2.0) == ["0.0 of 0.0 GB"]
+    assert reported(["a"], {}, 2.0) == ["0.0 of 0.0 GB"]
 
 
 def test_loading_a_model_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

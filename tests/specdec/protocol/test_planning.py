@@ -25,17 +25,17 @@ def test_what_was_decided_is_handed_over_in_the_turn_after_the_one_that_relays_i
     one.decided("s", Notes(provenance("p")), 0.01)
     one.decided("t", Notes(provenance("p")), 0.01)
     one.take_turn(0.01)
-    assert chooser.told == []
+    assert chooser.calls == []
     one.take_turn(0.02)
     one.take_turn(0.03)
-    assert chooser.told == [("decided", "s", "p"), ("decided", "t", "p")]
+    assert chooser.calls == [("decided", "s", "p"), ("decided", "t", "p")]
 
 
 def test_a_sequence_ends_after_all_that_was_decided():
     one, chooser = planning()
     one.decided("s", Notes(provenance("p")), 0.01)
     one.closed("s")
-    assert chooser.told == [("decided", "s", "p"), ("closed", "s")]
+    assert chooser.calls == [("decided", "s", "p"), ("closed", "s")]
 
 
 def test_a_review_follows_a_verdict_by_a_turn():
@@ -58,7 +58,7 @@ def test_without_verdicts_and_with_too_many_a_review_waits_for_another_period():
             if one.take_turn(turn / 100):
                 break
         assert turn == 50
-        assert len(chooser.told) == 50 * verdicts
+        assert len(chooser.calls) == 50 * verdicts
 
 
 def test_a_burst_is_reviewed_once_it_has_come():

@@ -13,22 +13,22 @@ class Chooser(PlanController):
 
     def __init__(self, plan):
         super().__init__(lambda spec: plan)
-        self.changes, self.placements, self.told = {}, {}, []
+        self.changes, self.placements, self.calls = {}, {}, []
 
     def closed(self, seq):
-        self.told.append(("closed", seq))
+        self.calls.append(("closed", seq))
 
     def decided(self, seq, notes, now_s):
-        self.told.append(("decided", seq, spelled(notes)))
+        self.calls.append(("decided", seq, spelled(notes)))
 
     def reported(self, worker, kind, report):
-        self.told.append(("reported", worker, kind, report))
+        self.calls.append(("reported", worker, kind, report))
 
     def echoed(self, worker, seconds):
-        self.told.append(("echoed", worker, seconds))
+        self.calls.append(("echoed", worker, seconds))
 
     def lost(self, worker):
-        self.told.append(("lost", worker))
+        self.calls.append(("lost", worker))
 
     def review(self, placements, now_s):
         self.placements, changes, self.changes = dict(placements), self.changes, {}
@@ -140,7 +140,7 @@ def test_the_controller_learns_what_comes():
     machine.receive(Alive("D0", {"x": 2.0}), 0.5)
     machine.worker_lost("D0", 0.5)
     machine.receive(verdict(2, (2,), finish="stop"), 0.6)
-    assert chooser.told == [
+    assert chooser.calls == [
         ("decided", "s", "pp"),
         ("decided", "s", ""),
         ("reported", "D0", "drafter", {"x": 1.0}),
@@ -161,6 +161,6 @@ def test_another_planner_plans_open_sequences_anew():
     machine.set_planner(lambda spec: Plan(5), 0.0)
     sent = machine.take_outbox()
     assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Epoch(1, 0), Plan(5))]
-    chooser.told.clear()
+    chooser.calls.clear()
     machine.worker_lost("D0", 0.0)
-    assert chooser.told == [], "the old one is told nothing any more"
+    assert chooser.calls == [], "the old one is told nothing any more"

@@ -24,7 +24,7 @@ SCRIPT = Script(0.7, 0.9, tuple(range(3, 40)))
 
 
 @dataclass
-class Told:
+class RecordedSpan:
     """A span that remembers."""
 
     role: str
@@ -49,12 +49,12 @@ class Told:
 class Spans:
     """All spans, in the order in which they began."""
 
-    told: list[Told] = field(default_factory=list)
+    recorded: list[RecordedSpan] = field(default_factory=list)
 
     def of(self, role: str):
-        def begin(label: str, seq: str) -> Told:
-            self.told.append(Told(role, label, seq))
-            return self.told[-1]
+        def begin(label: str, seq: str) -> RecordedSpan:
+            self.recorded.append(RecordedSpan(role, label, seq))
+            return self.recorded[-1]
 
         return begin
 
@@ -82,20 +82,20 @@ def test_a_sequence_is_one_span_on_each_machine_and_the_sums_are_those_of_its_no
                 rounds += sum(num > 0 for num in delivery.notes.num_drafted)
             if delivery.finish is not None:
                 finished.add(delivery.seq)
-    told = {span.role: span for span in spans.told}
-    assert [(span.role, span.above, span.seq) for span in spans.told] == [
+    recorded = {span.role: span for span in spans.recorded}
+    assert [(span.role, span.above, span.seq) for span in spans.recorded] == [
         ("router", "client", "s"),
         ("target", "client/router", "s"),
         ("drafter", "client/router", "s"),
     ]
-    target = told["target"].sums
-    assert target["num_tokens"] == told["router"].sums["num_tokens"] == len(how) == 40
+    target = recorded["target"].sums
+    assert target["num_tokens"] == recorded["router"].sums["num_tokens"] == len(how) == 40
     assert target["num_draft_tokens"] == drafted > target["num_accepted_tokens"] == how.count("a") > 0
     assert target["num_rounds"] >= rounds > 0
-    assert told["router"].sums["num_target_openings"] == told["router"].sums["num_drafter_openings"] == 1
-    assert told["drafter"].sums["num_proposed_tokens"] >= told["drafter"].sums["num_kept_tokens"] > 0
-    assert told["drafter"].sums["num_offers"] > 0
-    assert [(span.role, span.ends) for span in spans.told] == [
+    assert recorded["router"].sums["num_target_openings"] == recorded["router"].sums["num_drafter_openings"] == 1
+    assert recorded["drafter"].sums["num_proposed_tokens"] >= recorded["drafter"].sums["num_kept_tokens"] > 0
+    assert recorded["drafter"].sums["num_offers"] > 0
+    assert [(span.role, span.ends) for span in spans.recorded] == [
         ("router", [""]),
         ("target", ["length"]),
         ("drafter", [""]),
@@ -110,12 +110,12 @@ def test_what_is_opened_anew_is_another_span_and_each_ends_once(kind: str, spans
     machine.receive(open_message(seq="quiet"), 0.0)
     for n in (0, 0, 1):  # the second is repeated, and changes nothing
         machine.receive(open_message(epoch=Epoch(1, n), trace="r"), 0.0)
-    assert [span.ends for span in spans.told] == [[""], []]
+    assert [span.ends for span in spans.recorded] == [[""], []]
     machine.receive(open_message(seq="lapsed", trace="r"), 0.0)
     machine.receive(Close("s", Epoch(1, 1)), 0.0)
     machine.receive(Close("s", Epoch(1, 1)), 0.0)
     machine.step(2 * TIMES.lease_s)
-    assert [(span.seq, span.ends) for span in spans.told] == [("s", [""]), ("s", [""]), ("lapsed", [""])]
+    assert [(span.seq, span.ends) for span in spans.recorded] == [("s", [""]), ("s", [""]), ("lapsed", [""])]
 
 
 def test_a_routers_span_counts_openings_and_ends_with_what_is_open(spans: Spans) -> None:
@@ -127,7 +127,7 @@ def test_a_routers_span_counts_openings_and_ends_with_what_is_open(spans: Spans)
     join(machine, "D1")
     opened = [m for batch in machine.take_outbox().values() for m in batch if isinstance(m, Open)]
     assert {(m.seq, m.spec.trace) for m in opened} == {("s", "client/router"), ("quiet", "")}
-    (span,) = spans.told
+    (span,) = spans.recorded
     assert span.sums == {"num_target_openings": 1, "num_drafter_openings": 2}
     for _ in range(2):
         machine.receive(Cancel("s", 1), 0.0)
@@ -152,6 +152,6 @@ def test_the_steps_of_a_sequence_are_timed_in_sums_alone(spans: Spans) -> None:
         machine.receive(open_message(plan=Plan(2, mode="sequential", draft_wait_s=0.0), trace="r"), 0.0)
         machine.step(0.0)
         machine.step(0.0)
-    assert {span.role: span.sums["step_us"] for span in spans.told} == {"target": 500_000, "drafter": 500_000}
+    assert {span.role: span.sums["step_us"] for span in spans.recorded} == {"target": 500_000, "drafter": 500_000}
     (offer,) = drafter.take_outbox()["R"]
     assert offer.steps == ()

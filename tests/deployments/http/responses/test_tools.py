@@ -49,7 +49,7 @@ def bench(tokenizer: PreTrainedTokenizerFast) -> Bench:
     return Bench(tokenizer, max_model_len=1024)
 
 
-def told(item: dict[str, Any]) -> tuple[str, str]:
+def name_and_text(item: dict[str, Any]) -> tuple[str, str]:
     """A kind and a text."""
     match item["type"]:
         case "message":
@@ -83,11 +83,11 @@ async def test_items_whole_and_streamed(
 ) -> None:
     bench.says(text, size)
     response = await whole(http, **ASK | fields)
-    assert [told(item) for item in response["output"]] == items
+    assert [name_and_text(item) for item in response["output"]] == items
     assert {item["status"] for item in response["output"]} == {response["status"]} == {"completed"}
     found = await events(http, **ASK | fields)
     last = found[-1]["response"]
-    assert [told(item) for item in last["output"]] == items
+    assert [name_and_text(item) for item in last["output"]] == items
     assert last["output"] == rebuilt(found)
     assert last["usage"] == response["usage"]
     ids = [item["id"] for item in last["output"]]
@@ -106,7 +106,7 @@ async def test_by_a_response_template(tokenizer: PreTrainedTokenizerFast) -> Non
         asked = ASK | {"tools": [{"type": "function", **WEATHER["function"]}]}  # type: ignore[dict-item]
         response, found = await whole(http, **asked), await events(http, **asked)
     for output in (response["output"], found[-1]["response"]["output"], rebuilt(found)):
-        assert [told(item) for item in output] == [("thought", "Hm."), ("", "Yes."), ("weather", A)]
+        assert [name_and_text(item) for item in output] == [("thought", "Hm."), ("", "Yes."), ("weather", A)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -257,7 +257,7 @@ async def test_reasoning_is_counted_and_has_no_log_probabilities(bench: Bench, h
         )
         found = await events(http, **ASK, **asked)
         response = found[-1]["response"]
-        assert [told(item)[0] for item in response["output"]] == ["thought", "", "now"]
+        assert [name_and_text(item)[0] for item in response["output"]] == ["thought", "", "now"]
         logprobs = response["output"][1]["content"][0]["logprobs"]
         assert "".join(entry["token"] for entry in logprobs).endswith(said)
         assert not any("Hm" in entry["token"] or "tool" in entry["token"] for entry in logprobs)
