@@ -154,6 +154,7 @@ class Proposal(NamedTuple):
             noise under the coupled rule, by probability under the rejection rule. At most as many as were wanted.
         likelihoods: How likely it is that the target says ``token``, and each of ``guesses``; empty if that is unknown.
         further: Proposals for the places after it, where the step gave several tokens in a row; none has further ones.
+        num_passes: Forward passes that the step made, one after another.
     """
 
     status: Status
@@ -162,6 +163,7 @@ class Proposal(NamedTuple):
     guesses: Tokens = ()
     likelihoods: tuple[float, ...] = ()
     further: tuple[Proposal, ...] = ()
+    num_passes: int = 1
 
 
 class DraftBackend(Protocol):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens of a forward pass that keep a device busy, and no more: others wait for no more than one chunk of a prompt."""
 
+NUM_CHAINED_PASSES = 4
+"""Draft tokens of a row in a step of recorded passes. What the target says meanwhile waits until its end."""
 CPU_KV_FRACTION = 0.25
 """Part of a machine's free memory that the cache may take: others need it too."""
 _MIB = 1 << 20
@@ -171,6 +173,7 @@ def build_drafter(
         mapper=mapper,
         mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
         num_step_tokens=options.num_step_tokens,
+        num_chained_passes=NUM_CHAINED_PASSES if runner.is_recorded else 1,
         **lengths,
     )
     return drafter, standalone, built

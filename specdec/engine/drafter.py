@@ -13,9 +13,11 @@ from torch import Tensor
 
 from specdec.checkpoint.compat import VocabularyMapping
 from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.params import SamplingParams
 from specdec.core.tokens import TokenBuffer, TokenSequence, as_list, common_prefix_length, followed
 from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
+from specdec.engine.chained import ChainRow, draw_chained
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
@@ -145,6 +147,8 @@ class ModelDrafter(ModelBackend):
             "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation"): what stands in the place
             of each token but the first. None drafts a token a step.
         num_step_tokens: How many tokens such a model gives in a pass, at most.
+        num_chained_passes: How many tokens another model gives in a step, at most: a pass for each is launched before
+            the token of the one before is known here.
     """
 
     def __init__(
@@ -159,6 +163,7 @@ class ModelDrafter(ModelBackend):
         mapper: VocabularyMapper | None = None,
         mask_token_id: int | None = None,
         num_step_tokens: int = 1,
+        num_chained_passes: int = 1,
     ) -> None:
         super().__init__(
             runner,
@@ -172,6 +177,8 @@ class ModelDrafter(ModelBackend):
         self._mapper = mapper
         self._mask = [] if mask_token_id is None else [mask_token_id]
         self._num_step_tokens = num_step_tokens if self._mask else 1
+        self._num_chained_passes = 1 if self._mask or mapper is not None else num_chained_passes
+        self._num_chained: dict[str, int] = {}  # tokens of each row of the step that is scheduled
 
     def metrics(self) -> dict[str, float]:
         """What is held now, and how many tokens a step gives, for the worker's report."""
@@ -209,23 +216,60 @@ class ModelDrafter(ModelBackend):
         if not placed:
             return results
         logits = self._runner.forward([row for _, _, row in placed])
+        chains = self._chains(placed)
+        chained = draw_chained(self._runner, self._sampler, logits, chains) if chains else None
+        spoilt = frozenset(self._runner.spoilt_rows()) if chained is None else chained.spoilt_rows
         deciding: list[_Deciding] = []
-        num_logits, spoilt = 0, frozenset(self._runner.spoilt_rows())
+        num_logits = 0
         for number, (i, job, row) in enumerate(placed):
             results[i] = _PREFILLING
             if number in spoilt:
                 results[i] = _FAILED
             else:
                 self._states.keep_prefix(job.key, job.num_committed)
-                if row.num_logits:
+                if row.num_logits and not chains:
                     deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
             num_logits += row.num_logits
+        if chained is not None:
+            for (i, job, _), own in zip(placed, chained.drawn, strict=False):
+                one = _Deciding(i, job, job.tokens, 0, len(own))
+                for drawn in own:
+                    one.append(drawn)
+                results[i] = one.proposal()._replace(num_passes=chains[0].num_tokens)
         if self._mapper is not None:
             logits = self._mapper.logits(logits)
         self._draw(logits, deciding)
         for one in deciding:
             results[one.place] = one.proposal()
         return results
+
+    def _chains(self, placed: Sequence[tuple[int, DraftJob, RowInput]]) -> list[ChainRow]:
+        """The rows that draw, where they get several tokens in this step; they come first."""
+        if max(self._num_chained.values(), default=1) == 1:
+            return []
+        return [
+            ChainRow(row.sequence, job.spec, job.tokens, self._num_chained[job.key], job.num_guesses, row.adapter)
+            for _, job, row in placed
+            if row.num_logits
+        ]
+
+    def _plan_chains(self, placed: Sequence[tuple[int, DraftJob, RowInput]]) -> dict[str, int]:
+        """How many tokens each row that draws gets in this step, with room made for all but the last.
+
+        Several only where all of them can get several: a row that gets one would have to wait for the others' passes.
+        """
+        jobs = [job for _, job, row in placed if row.num_logits]
+        if self._num_chained_passes == 1 or not all(self._can_chain(job.spec.sampling) for job in jobs):
+            return {}
+        counts = {}
+        for job in jobs:
+            count = min(job.num_tokens, self._num_chained_passes, self._max_model_len + 1 - len(job.tokens))
+            has_room = count > 1 and self._states.extend(job.key, len(job.tokens) + count - 1)
+            counts[job.key] = count if has_room else 1
+        return counts
+
+    def _can_chain(self, params: SamplingParams) -> bool:
+        return params.acceptance == "coupled" and not self._sampler.depends_on_tokens(params)
 
     def _draw(self, logits: Tensor, deciding: Sequence[_Deciding]) -> None:
         """Draw all tokens, place by place: those before it count for what may be drawn."""
@@ -265,8 +309,9 @@ class ModelDrafter(ModelBackend):
         chosen = self._scheduler.schedule(requests, self._states)
         placed = [(*able[row.request], self._row(able[row.request][1], row)) for row in chosen]
         self._step = {job.key: len(row.tokens) for _, job, row in placed}
-        # Rows with the same adapter lie behind one another.
-        placed.sort(key=lambda entry: -1 if entry[2].adapter is None else entry[2].adapter)
+        chained = self._num_chained = self._plan_chains(placed)
+        # The longest chains come first; among others rows with the same adapter lie behind one another.
+        placed.sort(key=lambda one: (-chained.get(one[1].key, 0), -1 if one[2].adapter is None else one[2].adapter))
         return placed
 
     def _want(self, job: DraftJob) -> None:

@@ -34,6 +34,7 @@ class StepRecord:
         is_decode: Whether every row has its result, and had one in its step before: no prompt is read, no lost state
             built again, and nobody waits. Branches of a draft count from their first step on.
         goes_on: Whether a row was in the step before, too.
+        num_passes: Forward passes, one after another, that the step is made of.
     """
 
     role: WorkerKind
@@ -45,6 +46,7 @@ class StepRecord:
     num_draft_tokens: int
     is_decode: bool
     goes_on: bool
+    num_passes: int
 
     @property
     def duration_s(self) -> float:
@@ -141,6 +143,7 @@ class ObservedTarget:
             num_draft_tokens=num_drafted,
             is_decode=all(settled),
             goes_on=self._rows.go_on(keys),
+            num_passes=1,
             jobs=jobs,
             results=results,
         )
@@ -201,6 +204,7 @@ class ObservedDrafter:
             num_draft_tokens=0,
             is_decode=is_decode,
             goes_on=self._rows.go_on(keys),
+            num_passes=max(result.num_passes for result in results),
             jobs=jobs,
             results=results,
         )

@@ -100,7 +100,8 @@ class StepMetrics:
         self._last_end_ns = step.end_ns
         if step.is_decode:
             duration_s = (step.end_ns - step.since_ns) / 1e9
-            self._timer.add(step.num_rows, step.num_tokens, duration_s)
+            num_tokens = -(-step.num_tokens // step.num_passes)
+            self._timer.add(step.num_rows, num_tokens, duration_s / step.num_passes)
             size = _power_of_two(step.num_rows), _power_of_two(step.num_tokens)
             self._num_decode_steps[size] += 1
             self._decode_s[size] += duration_s

@@ -313,11 +313,13 @@ class ModelRunner:
         self.truncate(sequence, 0)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
+    def forward(self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Run the model over the rows' tokens, and append them to their sequences.
 
         Args:
             rows: At least one; no sequence twice.
+            tokens: int32 [tokens of all rows], on the device, in place of the rows' own, which are not known here yet.
+                What stands for them is appended; see :meth:`set_tokens`.
 
         Returns:
             Logits, float32 [sum of num_logits, vocab_size] on the model's output device: of each row's last
@@ -328,7 +330,17 @@ class ModelRunner:
             ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
                 that the model does not know.
         """
-        return self._finish(self._launch(rows))
+        return self._finish(self._launch(rows, tokens))
+
+    def set_tokens(self, sequence: CachedSequence, start: int, tokens: Sequence[int]) -> None:
+        """Say which tokens were read from position ``start`` on, all of whose numbers are known by now."""
+        sequence.tokens.truncate(start)
+        sequence.tokens.extend(tokens)
+
+    @property
+    def flag_rows(self) -> NDArray[np.int64]:
+        """The row of the newest step that each of :attr:`is_finite` is of."""
+        return self._flag_rows
 
     def spoilt_rows(self, is_finite: NDArray[np.bool_] | None = None) -> tuple[int, ...]:
         """Rows of the newest step of which something is not finite, by index, in order.
@@ -342,9 +354,13 @@ class ModelRunner:
         return () if flags.all() else tuple(np.unique(self._flag_rows[~flags]).tolist())
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """The newest step's logits with 0 in rows of which the largest is not finite; waits for them."""
+        """The newest step's logits with 0 in rows of which the largest is not finite."""
         flags = self.is_finite[len(self.is_finite) - len(logits) :]
-        return logits if flags.all() else logits.where(flags.to(logits.device).unsqueeze(1), 0.0)
+        return (
+            logits
+            if flags.device.type == "cpu" and flags.all()
+            else logits.where(flags.to(logits.device).unsqueeze(1), 0.0)
+        )
 
     def _note_finite(self, rows: Sequence[RowInput], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep which tokens, and which rows of logits, are finite."""
@@ -353,7 +369,7 @@ class ModelRunner:
         counts, num_logits = [len(row.tokens) for row in rows], [row.num_logits for row in rows]
         self._flag_rows = np.concatenate((number.repeat(counts), number.repeat(num_logits)))
 
-    def _launch(self, rows: Sequence[RowInput]) -> torch.Tensor:
+    def _launch(self, rows: Sequence[RowInput], tokens: torch.Tensor | None) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
         own = self._lay_out(rows)
         for number, group in enumerate(self.pool.groups):
@@ -365,7 +381,7 @@ class ModelRunner:
         states: list[tuple[SequenceState, StateRow]] = []
         if self._graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
-                self._steps.upload(sequences, own)
+                self._steps.upload(sequences, own, tokens)
                 output = self._graphs.launch(size)
             self.progress.advance()
             wanted: slice | torch.Tensor = slice(num_tokens)
@@ -375,7 +391,7 @@ class ModelRunner:
             self.hidden = None if output.hidden is None else output.hidden[wanted]
             self._note_finite(rows, output.finite_tokens[:num_tokens], finite)
         else:
-            step = self._steps.begin(sequences, own)
+            step = self._steps.begin(sequences, own, tokens)
             states = self._begin_states(rows, own)
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
             with self._functions, self._used_adapters(rows, own), compiled:

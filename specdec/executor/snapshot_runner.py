@@ -57,22 +57,23 @@ class SnapshotRunner(ModelRunner):
         return None if self._reads_many else "reads_single_tokens"
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
-        """As :meth:`ModelRunner.forward`."""
+    def forward(self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """As :meth:`ModelRunner.forward`; all tokens are known."""
+        assert tokens is None
         self._lay_out(rows)
         for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
             group.prepare(lambda _: None, lambda _: None)
         wanted, finite_tokens, finite_logits = [], [], []
         for row in rows:
-            sequence, tokens = row.sequence, list(row.tokens)
+            sequence, new = row.sequence, list(row.tokens)
             assert sequence.state is not None, "no state is reserved"
             before, sequence.state.oldest = sequence.state.oldest, len(sequence.tokens) + 1
-            logits = self._snapshots.read(sequence.state, sequence.tokens.array, tokens, self._read)
+            logits = self._snapshots.read(sequence.state, sequence.tokens.array, new, self._read)
             assert sequence.state.oldest >= before
-            sequence.tokens.extend(tokens)
-            wanted.append(logits[len(tokens) - row.num_logits :])
+            sequence.tokens.extend(new)
+            wanted.append(logits[len(new) - row.num_logits :])
             finite_tokens.append(logits.amax(1).isfinite())
-            finite_logits.append(finite_tokens[-1][len(tokens) - row.num_logits :])
+            finite_logits.append(finite_tokens[-1][len(new) - row.num_logits :])
         self._note_finite(rows, torch.cat(finite_tokens), torch.cat(finite_logits))
         return self._finish(torch.cat(wanted))
 

@@ -82,21 +82,24 @@ class Steps:
         if sequence in self._slots:
             self._slots.give_back(sequence)
 
-    def begin(self, sequences: Sequence[CachedSequence], rows: StepRows) -> DerivedStep:
+    def begin(
+        self, sequences: Sequence[CachedSequence], rows: StepRows, tokens: torch.Tensor | None = None
+    ) -> DerivedStep:
         """Upload a step, and derive its tokens. Waits for nothing on the device.
 
         Args:
             sequences: Of each row, none twice, with room for its tokens.
             rows: The rows.
+            tokens: int32 [T], on the device, in place of the rows' own.
 
         Raises:
             ValueError: the step is larger than the limits.
         """
         with self.sent_anew_on_failure():
-            self.upload(sequences, rows)
+            self.upload(sequences, rows, tokens)
             return self.derive(len(rows.tokens), is_padded=False)
 
-    def upload(self, sequences: Sequence[CachedSequence], rows: StepRows) -> None:
+    def upload(self, sequences: Sequence[CachedSequence], rows: StepRows, tokens: torch.Tensor | None = None) -> None:
         """The first half of :meth:`begin`."""
         num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
         self._make_room(sequences, rows, int(num_blocks.max()))
@@ -108,6 +111,8 @@ class Steps:
                 sequence.num_sent = needed
         self._set_lengths(np.array(slots), rows)
         self._lay_out(slots, rows)
+        if tokens is not None:
+            self.staging.tensors["tokens"][: len(rows.tokens)].copy_(tokens)
 
     def derive(self, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
         """The second half: what the device makes of the newest upload.

@@ -165,7 +165,7 @@ def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup
     if random:
         part, rows = _part(logits, groups, random)
         drafts = propose_several(sampler, rows, part, count)
-        of_rank = [_downloaded(draft.tokens, draft.ids, draft.probs) for draft in drafts]
+        of_rank = [_rows_of(draft.tokens, draft.ids, draft.probs) for draft in drafts]
         for i, *drawn in zip(random, *of_rank, strict=True):
             found[i] = [Drawn(token, Candidates(tuple(ids), tuple(probs))) for token, ids, probs in drawn]
     return found
@@ -224,14 +224,31 @@ def _propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_g
 
 
 def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    return drawn_coupled(groups, downloaded(rank_coupled(sampler, logits, groups, num_guesses)))
+
+
+def rank_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Tensor]:
+    """What :func:`drawn_coupled` tells draft tokens from, on the device: the tokens, [N], come first.
+
+    With kernels nothing waits for the device. Arguments as for :func:`propose`, of groups under the coupled rule.
+    """
     if not num_guesses:
-        return [Drawn(token) for token in sampler.sample(logits, groups).tolist()]
+        return [sampler.sample(logits, groups)]
     ranked = sampler.choose_and_guess(logits, groups, num_guesses)
-    heats = np.array([group.spec.sampling.temperature or 1.0 for group in groups], dtype=np.float32)
-    (temperatures,) = on_device(logits.device, heats)
+    return [ranked.chosen, ranked.tokens, ranked.scores]
+
+
+def drawn_coupled(groups: Sequence[RowGroup], columns: Sequence[NDArray[Any]]) -> list[Drawn]:
+    """Draft tokens from what :func:`rank_coupled` gives of the same groups, on the host."""
+    tokens, *ranked = columns
+    if not ranked:
+        return [Drawn(token) for token in tokens.tolist()]
     # Where the draft's best is ahead of another by a logit, the target is taken to be e times likelier to say it.
-    shares = (ranked.scores * temperatures.unsqueeze(1)).softmax(1)
-    return [_drawn(*row) for row in _downloaded(ranked.chosen, ranked.tokens, shares)]
+    heats = np.array([group.spec.sampling.temperature or 1.0 for group in groups])
+    scaled = ranked[1] * heats[:, None]
+    shares = np.exp(scaled - scaled.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    return [_drawn(*row) for row in zip(tokens.tolist(), ranked[0].tolist(), shares.tolist(), strict=True)]
 
 
 def _drawn(token: int, ranked: list[int], likelihoods: list[float]) -> Drawn:
@@ -245,7 +262,7 @@ def _drawn(token: int, ranked: list[int], likelihoods: list[float]) -> Drawn:
 def _draw_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
     draft = propose_truncated(sampler, logits, groups)
     drawn: list[Drawn] = []
-    for token, ids, probs in _downloaded(draft.tokens, draft.ids, draft.probs):
+    for token, ids, probs in _rows_of(draft.tokens, draft.ids, draft.probs):
         possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
         guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
         drawn.append(Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses))
@@ -257,14 +274,19 @@ def _guesses(token: int, ranked: Iterable[int], count: int) -> Tokens:
     return tuple(islice((other for other in ranked if other not in (token, -1)), count))
 
 
-def _downloaded(*columns: Tensor) -> list[tuple[Any, ...]]:
-    """For each row of [N] or [N, C] tensors, its numbers and lists, in one transfer: float64 holds every id."""
-    wide = [column.unsqueeze(1) if column.dim() == 1 else column for column in columns]
-    whole = torch.cat([column.double() for column in wide], 1).cpu().numpy()
-    parts = np.split(whole, np.cumsum([column.shape[1] for column in wide])[:-1], axis=1)
-    typed = [p if c.is_floating_point() else p.astype(np.int64) for p, c in zip(parts, columns, strict=True)]
-    flat = [p[:, 0] if c.dim() == 1 else p for p, c in zip(typed, columns, strict=True)]
-    return list(zip(*(part.tolist() for part in flat), strict=True))
+def downloaded(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Tensors on the host, in one transfer: float64 holds every id. Integers stay integers; flags become 0 and 1."""
+    whole = torch.cat([tensor.double().view(-1) for tensor in tensors]).cpu().numpy()
+    parts = np.split(whole, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return [
+        part.reshape(tensor.shape) if tensor.is_floating_point() else part.reshape(tensor.shape).astype(np.int64)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _rows_of(*columns: Tensor) -> Iterable[tuple[Any, ...]]:
+    """For each row of [N] or [N, C] tensors, its numbers and lists."""
+    return zip(*(column.tolist() for column in downloaded(columns)), strict=True)
 
 
 def _by_rule(groups: Sequence[RowGroup]) -> tuple[list[int], list[int]]:

@@ -145,6 +145,10 @@ class Sampler:
         self._failures |= {id(masked[i]): error for i, error in failed.items()}
         return masked
 
+    def depends_on_tokens(self, params: SamplingParams) -> bool:
+        """Whether what is chosen depends on which tokens came before, beside the logits."""
+        return bool(self._processors) or params.grammar is not None or _is_edited(params)
+
     def take_failures(self) -> dict[int, Exception]:
         """What processors and grammars have raised since the last call, by the ``id`` of the group that it concerns.
 

@@ -71,7 +71,7 @@ def test_acceptance_is_pooled_over_streams_and_rounds() -> None:
 
 def step(role: WorkerKind, start_s: float, end_s: float, *, is_decode: bool = True) -> StepRecord:
     start_ns, end_ns = round(1e9 * start_s), round(1e9 * end_s)
-    return StepRecord(role, start_ns, end_ns, start_ns, 1, 1, 0, is_decode=is_decode, goes_on=False)
+    return StepRecord(role, start_ns, end_ns, start_ns, 1, 1, 0, is_decode=is_decode, goes_on=False, num_passes=1)
 
 
 def test_devices_from_their_steps() -> None:

@@ -1,0 +1,151 @@
+"""Draft tokens of passes that are launched one behind another are those of steps that are waited for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine.drafter import ModelDrafter
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.runner import ModelRunner
+from specdec.models.loading import prepare_model
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.models.families import VOCAB_SIZE, make_model
+
+MAX_MODEL_LEN = 60
+LIMITS = ExecutorLimits(max_rows=16, max_tokens=128, max_length=MAX_MODEL_LEN)
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+
+
+class Counted(ModelRunner):
+    """Counts its passes."""
+
+    num_passes = 0
+
+    def forward(self, rows, tokens=None):  # type: ignore[no-untyped-def]
+        self.num_passes += 1
+        return super().forward(rows, tokens)
+
+
+def make_drafter(
+    family: str, num_chained_passes: int, *, is_padded: bool = False, num_blocks: int = 200
+) -> ModelDrafter:
+    runner = Counted(prepare_model(make_model(family), "tiny"), num_blocks=num_blocks, block_size=4)
+    if is_padded:
+        runner.record_graphs(LIMITS)
+    return ModelDrafter(
+        runner,
+        Sampler(VOCAB_SIZE),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=128,
+        max_num_seqs=16,
+        num_chained_passes=num_chained_passes,
+    )
+
+
+def drawn(drafter: ModelDrafter, jobs: list[DraftJob]) -> list[list[Proposal]]:
+    """For each job as many proposals as are of use, in however many steps."""
+    found: list[list[Proposal]] = [[] for _ in jobs]
+    while True:
+        waiting = [i for i, job in enumerate(jobs) if len(found[i]) < job.num_tokens]
+        if not waiting:
+            return found
+        step = []
+        for i in waiting:
+            said = [one.token for one in found[i]]
+            step.append(replace_job(jobs[i], [*jobs[i].tokens, *said], jobs[i].num_tokens - len(said)))
+        for i, proposal in zip(waiting, drafter.propose(step), strict=True):
+            if proposal.status is Status.DECIDED:
+                found[i] += [proposal._replace(further=(), num_passes=1), *proposal.further]
+            else:
+                assert proposal.status in (Status.PREFILLING, Status.WAITING)
+
+
+def replace_job(job: DraftJob, tokens: list[int], num_tokens: int) -> DraftJob:
+    return job._replace(tokens=tokens, num_tokens=num_tokens, agreed=min(job.agreed, len(tokens)))
+
+
+def same(got: list[list[Proposal]], want: list[list[Proposal]]) -> None:
+    for ours, theirs in zip(got, want, strict=True):
+        assert [one.token for one in ours] == [one.token for one in theirs]
+        assert [one.guesses for one in ours] == [one.guesses for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.likelihoods == pytest.approx(other.likelihoods, abs=1e-4)
+
+
+@pytest.mark.parametrize(("family", "is_padded"), [("llama", False), ("llama", True), ("gemma3", True)])
+def test_a_step_of_several_passes_gives_what_several_steps_give(family: str, is_padded: bool) -> None:
+    """Over sequences that grow by some of their drafts and by other tokens, up to the longest that the model reads."""
+    rng = random.Random(3)
+    chained, plain = make_drafter(family, 4, is_padded=is_padded), make_drafter(family, 1)
+    texts = {f"{i}": [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for i in range(2 * len(PARAMS))}
+    while texts:
+        jobs = []
+        for key, text in texts.items():
+            spec = SequenceSpec(PARAMS[int(key) % len(PARAMS)], int(key), 2, MAX_MODEL_LEN)
+            most = MAX_MODEL_LEN + 1 - len(text)
+            jobs.append(DraftJob(key, list(text), spec, 0, len(text), None, 2, min(most, rng.randint(1, 6))))
+        found = drawn(chained, jobs)
+        same(found, drawn(plain, jobs))
+        for job, proposals in zip(jobs, found, strict=True):
+            kept = [one.token for one in proposals[: rng.randint(0, len(proposals))]]
+            texts[job.key] += [token for token in kept if token is not None] + [rng.randrange(VOCAB_SIZE)]
+            if len(texts[job.key]) > MAX_MODEL_LEN:
+                del texts[job.key]
+                for drafter in (chained, plain):
+                    drafter.release(job.key)
+    num_passes, num_plain = (drafter._runner.num_passes for drafter in (chained, plain))  # type: ignore[attr-defined]
+    assert num_passes < 1.5 * num_plain  # rows that read a prompt wait for more passes
+    assert chained.metrics()["kv_blocks_in_use"] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (SamplingParams(top_k=3), [4, 2, 4]),
+        (SamplingParams(frequency_penalty=0.5), [1, 1, 1]),
+        (SamplingParams(acceptance="rejection"), [1, 1, 1]),
+    ],
+)
+def test_where_a_row_depends_on_its_tokens_each_gets_one(other: SamplingParams, expected: list[int]) -> None:
+    drafter = make_drafter("llama", 4)
+    jobs = [
+        DraftJob(f"{i}", [1, 2, 3], SequenceSpec(params, i, 2, MAX_MODEL_LEN), num_tokens=num_tokens)
+        for i, (params, num_tokens) in enumerate([(PARAMS[0], 6), (PARAMS[1], 2), (other, 6)])
+    ]
+    found = drafter.propose(jobs)
+    assert [1 + len(one.further) for one in found] == expected
+    assert drafter._runner.num_passes == found[0].num_passes == max(expected)  # type: ignore[attr-defined]
+
+
+def test_without_room_for_more_tokens_a_row_gets_one() -> None:
+    drafter = make_drafter("llama", 4, num_blocks=1)
+    (found,) = drafter.propose([DraftJob("a", [1, 2, 3], SequenceSpec(PARAMS[0], 1, 2, MAX_MODEL_LEN), num_tokens=4)])
+    assert (found.status, found.further) == (Status.DECIDED, ())
+
+
+def test_a_row_that_breaks_in_a_later_pass_keeps_what_it_has() -> None:
+    want = make_drafter("llama", 4)
+    spec = SequenceSpec(PARAMS[0], 1, 2, MAX_MODEL_LEN)
+    jobs = [DraftJob(key, tokens, spec, num_tokens=4) for key, tokens in (("a", [1, 2, 3]), ("b", [9, 8]))]
+    right = want.propose(jobs)
+    tokens = [right[0].token, *(one.token for one in right[0].further)]
+    other = {right[1].token, *(one.token for one in right[1].further), 1, 2, 3, 9, 8}
+    broken = next((i for i, token in enumerate(tokens[:3]) if token not in other | set(tokens[:i])), None)
+    assert broken is not None, "another seed is wanted"
+    drafter = make_drafter("llama", 4)
+    with torch.no_grad():
+        drafter._runner.loaded.model.get_input_embeddings().weight[tokens[broken]] = float("nan")
+    found = drafter.propose(jobs)
+    assert 1 + len(found[0].further) == broken + 1
+    assert [found[0].token, *(one.token for one in found[0].further)] == tokens[: broken + 1]
+    assert found[1] == right[1]
