@@ -206,6 +206,9 @@ class SharedTokens:
     def __hash__(self) -> int:
         return hash(self.tokens.tobytes())
 
+    def __reduce__(self) -> tuple[type[SharedTokens], tuple[TokenArray]]:
+        return SharedTokens, (self.tokens,)  # what is hashed so far stays here: vLLM sends specs to its workers
+
     def __repr__(self) -> str:
         return f"SharedTokens({self.tokens.tolist()})"
 

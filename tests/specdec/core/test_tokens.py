@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +54,14 @@ def test_shared_tokens_are_equal_by_their_tokens_and_do_not_follow_what_they_wer
     assert shared != (5, 6)
     with pytest.raises(ValueError, match="multiple of"):
         SharedTokens.from_bytes(b"\5\0\0")
+
+
+def test_shared_tokens_can_be_pickled_once_they_were_hashed():
+    tokens = SharedTokens([1, 2, 3])
+    digest = tokens.hash_state(2).digest()
+    copied = pickle.loads(pickle.dumps(tokens))
+    assert copied == tokens
+    assert copied.hash_state(2).digest() == digest
 
 
 def test_followed():
