@@ -22,8 +22,7 @@ import specdec
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config.app import AppArgs
 from cluster.config.files import load_config
-from cluster.config.models import ModelConfig
-from cluster.launch.capacity import mib
+from cluster.config.models import ModelConfig, mib
 from cluster.launch.placement import Devices, Placement, placement_of
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.engine.shares import on_one_gpu

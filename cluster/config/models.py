@@ -25,6 +25,11 @@ _AMOUNT_HELP = (
 )
 
 
+def mib(num_bytes: float) -> str:
+    """Bytes in MiB."""
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
+
+
 def memory_amount(value: Any) -> Literal["auto"] | float | int:
     """Read an amount of memory: ``auto``, a fraction in (0, 1] (a float), or a number of bytes (an int).
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config.app import AppArgs
-from cluster.config.models import ModelConfig
+from cluster.config.models import ModelConfig, mib
 from cluster.config.replicas import Replicas, Updates, most
 from cluster.launch.placement import ActorShare, Placement
 from cluster.models.sources import draft_source, target_source
@@ -183,11 +183,6 @@ def _check(
             f"{length} tokens {mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s), {mib(room)} at most: "
             f"give it more with actors.{role}.num_gpus, quantize it with {role}.quantization, or lower max_model_len",
         )
-
-
-def mib(num_bytes: float) -> str:
-    """Bytes in MiB."""
-    return f"{num_bytes / _MIB:,.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
