@@ -76,7 +76,7 @@ test-vllm: $(DEV) $(VLLM_READY)
 	@$(VLLM)/bin/python -m pytest tests/specdec/sampling/test_corpus_masks.py $(ARGS)
 	@$(PYTEST) tests/vllm_service $(ARGS)
 	@SPECDEC__TARGET__ENGINE=vllm SPECDEC__TARGET__PYTHON=$(VLLM)/bin/python SPECDEC__TARGET__ENGINE_ARGS='{enforce_eager: true}' \
-		SPECDEC__TARGET__KV_CACHE_MEMORY=128MiB $(PYTEST) -k "openai_client or curl or poisonous or sigterm or (kills and target)" \
+		SPECDEC__TARGET__KV_CACHE_MEMORY=128MiB $(PYTEST) -k "(openai_client or curl or poisonous or sigterm or (kills and target)) and not burst" \
 		tests/integration/test_{openai_client,readme,as_served}.py tests/faults/test_{kills,poison}.py $(ARGS)
 
 test-cluster: $(DEV) $(CHECKOV)

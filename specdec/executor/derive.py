@@ -21,8 +21,6 @@ from specdec.executor.slots import UPDATE_VALUE, UPDATE_WORD, SlotState
 from specdec.executor.staging import Arrays, Field, Layout, Tensors
 from specdec.kernels.segmented import MAX_TREE_TOKENS, NO_TREE, AttentionStep
 
-LAST_TOKEN = -1
-"""In place of a token: the last one of the row's slot, which the host need not know."""
 NO_PARENT = -2
 """In place of a parent: the token is in no tree."""
 
@@ -34,18 +32,14 @@ class StepShape:
     Attributes:
         max_rows: R, at most one row for each slot.
         max_tokens: T.
-        max_logits: N.
         max_updates: U, differences of the state that go with a step.
         has_trees: Whether drafts may be trees.
-        has_last_tokens: Whether ``LAST_TOKEN`` may stand for tokens.
     """
 
     max_rows: int
     max_tokens: int
-    max_logits: int
     max_updates: int
     has_trees: bool = False
-    has_last_tokens: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -57,7 +51,7 @@ class StepShape:
         - ``num_tokens``: [R], at least 1; 0 for rows that are not there.
         - ``num_drafts``: [R], how many of the last tokens are drafts.
         - ``num_logits``: [R], how many of the last tokens want logits: 0, or more than there are drafts.
-        - ``tokens``: [T], row by row; ``LAST_TOKEN`` takes the slot's.
+        - ``tokens``: [T], row by row.
         - ``parents``: [T], of a draft in a tree which draft of its row it follows, -1 for the token before them;
           ``NO_PARENT`` for all others. [0] without trees.
         - ``update_word``, ``update_value``: [U]; see :meth:`SlotUpdates.stage`.
@@ -128,11 +122,8 @@ def _check_rows(
         )
     if len(set(slots)) != n or (n and not 0 <= min(slots) <= max(slots) < padding_slot):
         raise ValueError(f"slots must be in [0, {padding_slot}), none of them twice")
-    if count.sum() != num_ids or logits.sum() > shape.max_logits:
-        raise ValueError(
-            f"num_tokens must add up to the {num_ids} tokens, and num_logits to {shape.max_logits} at most, got "
-            f"{count.sum()} and {logits.sum()}"
-        )
+    if count.sum() != num_ids:
+        raise ValueError(f"num_tokens must add up to the {num_ids} tokens, got {count.sum()}")
     is_wrong = (drafts >= count) | (logits > count) | ((drafts >= logits) & (drafts != 0))
     if is_wrong.any() or min(drafts.min(initial=0), logits.min(initial=0)) < 0:
         row = int(is_wrong.argmax())
@@ -174,37 +165,12 @@ class DerivedStep:
     attention: tuple[AttentionStep, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedLogits:
-    """A step's rows of logits on the device; int32 unless said otherwise. N is the bucket's.
-
-    Attributes:
-        token: [N], the token of each row of logits; 0 for padding.
-        sequence: [N], its row, where it is sampled from; -1 for padding, and for a prompt's logits before the last.
-        chosen_position: [N], the absolute position of the token that it chooses.
-        draft: [N], the draft token that it follows; -1 for none.
-        parent: [N], the row of logits that chose among others that token; -1 for none.
-        first: [R], the first row of logits that is sampled from.
-        count: [R], how many are; 0 for none.
-        by_row: Of the state's fields but the tables each row's, [R, ..], and the rows' slots as ``slot``.
-    """
-
-    token: Tensor
-    sequence: Tensor
-    chosen_position: Tensor
-    draft: Tensor
-    parent: Tensor
-    first: Tensor
-    count: Tensor
-    by_row: Tensors
-
-
 class Deriver:
     """Makes the tensors of a step from its input and the state.
 
     Args:
         shape: Of the steps.
-        state: The sequences'. This object changes it by the input's differences, and by what steps accept.
+        state: The sequences'. This object changes it by the input's differences, and by the tokens of steps.
 
     Attributes:
         shape: Of the steps.
@@ -217,14 +183,9 @@ class Deriver:
         tables = len(state.shape.null_blocks)
         self._tables = [state.tensors[f"block_table_{i}"] for i in range(tables)]
         self._flat_tables = [table.view(-1) for table in self._tables]
-        self._by_slot = {
-            name: tensor
-            for name, tensor in state.tensors.items()
-            if name != "no_word" and not name.startswith("block_table")
-        }
+        self._lengths = state.tensors["num_computed_tokens"]
         device = self._tables[0].device
-        longest = max(shape.max_tokens, shape.max_logits, shape.max_rows)
-        self._count_up = torch.arange(longest, dtype=torch.int32, device=device)
+        self._count_up = torch.arange(max(shape.max_tokens, shape.max_rows), dtype=torch.int32, device=device)
         self._no_span = torch.zeros(shape.max_rows + 1, dtype=torch.int32, device=device)
         self._no_end = self._no_span - 1
         self._no_tree = torch.full((shape.max_tokens,), NO_TREE, dtype=torch.int32, device=device)
@@ -244,7 +205,7 @@ class Deriver:
             is_padded: False where the rows have just so many.
         """
         slot, count = given["slot"], given["num_tokens"]
-        start = self._by_slot["num_computed_tokens"].index_select(0, slot)
+        start = self._lengths.index_select(0, slot)
         token_end = count.cumsum(0, dtype=torch.int32)
         token_start = token_end - count
         token = self._count_up[:num_tokens]
@@ -254,8 +215,6 @@ class Deriver:
         place = token + (start - token_start).index_select(0, row)
         of_slot = slot.index_select(0, row)
         tokens = given["tokens"][:num_tokens]
-        if self.shape.has_last_tokens:
-            tokens = torch.where(tokens < 0, self._by_slot["last_token"].index_select(0, of_slot), tokens)
         if is_padded:
             place = place.masked_fill(row >= self.shape.max_rows, 0)
         position, tree_first, tree_word = place, self._no_tree[:num_tokens], self._no_word[:num_tokens]
@@ -294,41 +253,19 @@ class Deriver:
             attention=attention,
         )
 
-    def derive_logits(self, given: Tensors, step: DerivedStep, num_logits: int) -> DerivedLogits:
-        """Which tokens' logits are wanted, and what they are for.
+    def logit_tokens(self, given: Tensors, step: DerivedStep, num_logits: int) -> Tensor:
+        """The token of each row of logits: int32 [N].
 
         Args:
             given: The input on the device.
             step: What :meth:`derive` made of it.
-            num_logits: N of the bucket; the rows want no more.
+            num_logits: N, what the rows want.
         """
-        slot, drafts, logits = (given[name] for name in ("slot", "num_drafts", "num_logits"))
-        sampled = (drafts + 1).masked_fill(logits == 0, 0)
-        logit_end = logits.cumsum(0, dtype=torch.int32)
-        first = logit_end - sampled
+        logit_end = given["num_logits"].cumsum(0, dtype=torch.int32)
         logit = self._count_up[:num_logits]
-        sequence = torch.searchsorted(logit_end[:-1], logit, right=True, out_int32=True)
-        is_padding = sequence >= self.shape.max_rows
+        row = torch.searchsorted(logit_end[:-1], logit, right=True, out_int32=True)
         # A row's logits end where its tokens do.
-        token = logit + (step.token_end - logit_end).index_select(0, sequence)
-        token = token.masked_fill(is_padding, 0)
-        order = logit - first.index_select(0, sequence)
-        is_no_draft = (order < 1) | is_padding
-        parent = logit - 1
-        if self.shape.has_trees:
-            of_tree = given["parents"].index_select(0, token)
-            parent = torch.where(of_tree < -1, parent, first.index_select(0, sequence) + 1 + of_tree)
-        by_row = {name: tensor.index_select(0, slot) for name, tensor in self._by_slot.items()}
-        return DerivedLogits(
-            token=token,
-            sequence=sequence.masked_fill((order < 0) | is_padding, -1),
-            chosen_position=(step.position.index_select(0, token) + 1).masked_fill(is_padding, 0),
-            draft=step.tokens.index_select(0, token).masked_fill(is_no_draft, -1),
-            parent=parent.masked_fill(is_no_draft, -1),
-            first=first,
-            count=sampled,
-            by_row={**by_row, "slot": slot},
-        )
+        return logit + (step.token_end - logit_end).index_select(0, row)
 
     def _trees(self, parents: Tensor, within: Tensor, plain: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, first places and words of tokens; all [T], ``within`` and ``plain`` counted from the row's first.
@@ -354,18 +291,4 @@ class Deriver:
 
     def advance_all(self, given: Tensors) -> None:
         """Move the state past a step by all tokens of all rows; what is not kept of them the host says anew."""
-        self._by_slot["num_computed_tokens"].index_add_(0, given["slot"], given["num_tokens"])
-
-    def advance(self, given: Tensors, num_accepted: Tensor, last_token: Tensor) -> None:
-        """Move the state past a step: rows that were sampled from by what they accepted, others by all their tokens.
-
-        Args:
-            given: The step's input on the device.
-            num_accepted: int32 [R], accepted drafts.
-            last_token: int32 [R], the token chosen after them; of rows that were not sampled from nothing is taken.
-        """
-        slot, count, logits = given["slot"], given["num_tokens"], given["num_logits"]
-        length, last = self._by_slot["num_computed_tokens"], self._by_slot["last_token"]
-        kept = torch.where(logits > 0, count - given["num_drafts"] + num_accepted, count)
-        length.index_put_((slot,), length.index_select(0, slot) + kept)
-        last.index_put_((slot,), torch.where(logits > 0, last_token, last.index_select(0, slot)))
+        self._lengths.index_add_(0, given["slot"], given["num_tokens"])

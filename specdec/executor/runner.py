@@ -369,7 +369,7 @@ class ModelRunner:
         counts, num_logits = [len(row.tokens) for row in rows], [row.num_logits for row in rows]
         self._flag_rows = np.concatenate((number.repeat(counts), number.repeat(num_logits)))
 
-    def _launch(self, rows: Sequence[RowInput], tokens: torch.Tensor | None) -> torch.Tensor:
+    def _launch(self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
         own = self._lay_out(rows)
         for number, group in enumerate(self.pool.groups):
@@ -386,7 +386,7 @@ class ModelRunner:
             self.progress.advance()
             wanted: slice | torch.Tensor = slice(num_tokens)
             if num_logits < num_tokens:
-                wanted = self._steps.logits(output.step, num_logits).token
+                wanted = self._steps.logit_tokens(output.step, num_logits)
             logits, finite = output.logits[wanted], output.finite_logits[wanted]
             self.hidden = None if output.hidden is None else output.hidden[wanted]
             self._note_finite(rows, output.finite_tokens[:num_tokens], finite)
@@ -396,7 +396,7 @@ class ModelRunner:
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
             with self._functions, self._used_adapters(rows, own), compiled:
                 every = num_logits == num_tokens
-                result = self._run(self._steps, step, None if every else self._steps.logits(step, num_logits).token)
+                result = self._run(self._steps, step, None if every else self._steps.logit_tokens(step, num_logits))
             logits = result.logits
             self._note_finite(rows, result.finite_tokens, result.finite_logits)
         for row in rows:

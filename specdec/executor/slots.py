@@ -1,12 +1,10 @@
 """The state of sequences on the device, by slot: a sequence has one from its first step until it holds nothing.
 
-The host has a copy of what it has set itself, and sends differences. The device advances lengths and last tokens by
-what it accepts, so the host has upper bounds of lengths only.
+The host has a copy of what it has set itself, and sends differences. The device advances lengths by each step's tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.executor.staging import Arrays, Field, Layout, Tensors
@@ -58,42 +56,17 @@ class SlotShape:
         """The state as fields, [num_slots + 1, ..] each.
 
         - ``num_computed_tokens``: int32, tokens in the cache, which is the next token's position.
-        - ``last_token``: int32, the newest token, which is not in the cache.
-        - ``seed``: int64, the bits of the seed.
-        - ``temperature``: float32; 0 takes the largest logit.
-        - ``top_k``: int32; 0 for all.
-        - ``top_p``: float64; 1 for all.
-        - ``min_p``: float32, its logarithm; -inf for all.
-        - ``penalties``: float32 [.., 3]: repetition, frequency, presence.
-        - ``rejects``: int32, 1 under the rejection rule.
         - ``block_table_0``, ..: int32 [.., max_blocks], one for each group of layers.
         - ``no_word``: int32 [1], takes differences that are not there.
         """
         slots = self.num_slots + 1
         tables = [Field(f"block_table_{i}", (slots, self.max_blocks)) for i in range(len(self.null_blocks))]
-        return Layout(
-            (
-                Field("num_computed_tokens", (slots,)),
-                Field("last_token", (slots,)),
-                Field("seed", (slots,), torch.int64),
-                Field("temperature", (slots,), torch.float32),
-                Field("top_k", (slots,)),
-                Field("top_p", (slots,), torch.float64),
-                Field("min_p", (slots,), torch.float32),
-                Field("penalties", (slots, 3), torch.float32),
-                Field("rejects", (slots,)),
-                *tables,
-                Field("no_word", (1,)),
-            )
-        )
+        return Layout((Field("num_computed_tokens", (slots,)), *tables, Field("no_word", (1,))))
 
     def initial(self) -> NDArray[np.int32]:
         """int32 [num_words]: what every slot holds before it is first set. Its tables are of null blocks."""
         words = np.zeros(self.layout.num_words, np.int32)
         arrays = self.layout.arrays(words)
-        arrays["top_p"][:] = 1.0
-        arrays["min_p"][:] = -math.inf
-        arrays["penalties"][:] = 1.0, 0.0, 0.0
         for i, block in enumerate(self.null_blocks):
             arrays[f"block_table_{i}"][:] = block
         return words
@@ -106,14 +79,9 @@ class SlotTable(Generic[Key]):
 
     Args:
         num_slots: Most sequences at once.
-
-    Attributes:
-        max_length: int32 [num_slots]: of each slot an upper bound of what it has cached once all steps that were
-            launched are done; 0 where it is free. Kept by whoever launches and collects steps.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.max_length = np.zeros(num_slots, np.int32)
         self._free = [*reversed(range(num_slots))]
         self._slot_of: dict[Key, int] = {}
 
@@ -152,7 +120,6 @@ class SlotTable(Generic[Key]):
     def give_back(self, key: Key) -> int:
         """Free a sequence's slot; gives its number."""
         slot = self._slot_of.pop(key)
-        self.max_length[slot] = 0
         self._free.append(slot)
         return slot
 
@@ -178,39 +145,20 @@ class SlotUpdates:
         """Whether nothing is to be sent."""
         return not self._pending
 
-    def set(self, name: str, slots: ArrayLike, values: ArrayLike, index: ArrayLike | None = None) -> None:
-        """Set items of a field.
+    def set_lengths(self, slots: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Say how many tokens are in the cache.
 
         Args:
-            name: The field's; see :attr:`SlotShape.layout`.
-            slots: Which slots, any shape S.
-            values: What they become: broadcast to S, and to the field's further dimensions where no index is given.
-            index: Which item of each slot, of a field with one further dimension; broadcasts with ``slots``.
+            slots: [S], which slots.
+            lengths: [S], of each.
 
         Raises:
-            KeyError: there is no field of this name.
-            IndexError: a slot or an index is not in the state.
+            IndexError: a slot is not in the state.
         """
-        field, offset = self._fields[name]
-        slots = np.asarray(slots, np.int64)
-        width = math.prod(field.shape[1:])
-        if index is not None:
-            item = np.asarray(index, np.int64)
-            slots, item = np.broadcast_arrays(slots, item)
-        elif width == 1:
-            item = np.zeros_like(slots)
-        else:
-            slots, item = slots[..., None], np.arange(width)
         if slots.size and not 0 <= slots.min() <= slots.max() < self._num_slots:
             raise IndexError(f"slots must be in [0, {self._num_slots}), got {slots.min()} to {slots.max()}")
-        if item.size and not 0 <= item.min() <= item.max() < width:
-            raise IndexError(f"index of {name} must be in [0, {width}), got {item.min()} to {item.max()}")
-        at = slots * width + item
-        self._arrays[name].reshape(-1)[at] = values
-        if field.words_per_item == 1:
-            self._pending.append(offset + at.reshape(-1))
-        else:
-            self._pending.append((offset + 2 * at.reshape(-1, 1) + np.arange(2)).reshape(-1))
+        self._arrays["num_computed_tokens"][slots] = lengths
+        self._pending.append(self._fields["num_computed_tokens"][1] + slots)
 
     def set_blocks(self, group: int, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Set a stretch of a slot's block table.

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.cache.blocks import BlockPool, CachedSequence
-from specdec.executor.derive import DerivedLogits, DerivedStep, Deriver, StepShape, lay_out
+from specdec.executor.derive import DerivedStep, Deriver, StepShape, lay_out
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.slots import SlotShape, SlotState, SlotTable, SlotUpdates
 from specdec.executor.staging import Staging
@@ -177,12 +177,12 @@ class Steps:
         """Say how long sequences are that were cut back, or are new, since the device has moved them on."""
         is_other = self._lengths[slots] != rows.num_cached
         if is_other.any():
-            self._updates.set("num_computed_tokens", slots[is_other], rows.num_cached[is_other])
+            self._updates.set_lengths(slots[is_other], rows.num_cached[is_other])
         self._lengths[slots] = rows.num_cached + rows.num_tokens
 
-    def logits(self, step: DerivedStep, num_logits: int) -> DerivedLogits:
-        """The rows of logits of the newest step."""
-        return self._deriver.derive_logits(self.staging.tensors, step, num_logits)
+    def logit_tokens(self, step: DerivedStep, num_logits: int) -> torch.Tensor:
+        """The tokens of the newest step whose logits are wanted: int32 [num_logits]."""
+        return self._deriver.logit_tokens(self.staging.tensors, step, num_logits)
 
     def by_group(self, step: DerivedStep) -> list[GroupStep]:
         """A step as each group of layers sees it."""
@@ -236,7 +236,7 @@ class Steps:
 
 
 def _step_shape(num_rows: int, num_tokens: int, has_trees: bool = False) -> StepShape:
-    return StepShape(num_rows, num_tokens, num_tokens, 128 + 4 * num_rows, has_trees)
+    return StepShape(num_rows, num_tokens, 128 + 4 * num_rows, has_trees)
 
 
 def _power_of_two(number: int) -> int:

@@ -73,7 +73,7 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
         (["--prompts", "songs"], "'songs' is none of code, code-long, prose, mixed"),
         (["--modes", "fast"], "'fast' is none of"),
         (["--offline", "--modes", "overlap"], "--offline runs in turn"),
-        (["--url", "http://127.0.0.1:9", "--modes", "overlap"], "a running service has the way it has"),
+        (["--url", "http://127.0.0.1:9", "--modes", "overlap"], "a running service has the mode it has"),
         (["--backend", "fast"], "backend: must be 'package.module:name'"),
         (["--offline", "--backend", "no.such:thing"], "backend: cannot import no.such:thing: ModuleNotFoundError"),
         (

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import depths, path_to
-from specdec.executor.derive import LAST_TOKEN, DerivedLogits, DerivedStep, Deriver, StepShape, lay_out
+from specdec.executor.derive import DerivedStep, Deriver, StepShape, lay_out
 from specdec.executor.slots import SlotShape, SlotState, SlotUpdates
 from specdec.executor.staging import Field, Layout, Record, Staging
 from specdec.kernels.segmented import NO_TREE
 from tests.specdec.operators import DeviceOnly, Operators
 
 SLOTS = SlotShape(num_slots=6, block_size=4, max_blocks=16, null_blocks=(100, 50))
-STEP = StepShape(max_rows=5, max_tokens=48, max_logits=48, max_updates=128, has_last_tokens=True)
-RESULT = Layout((Field("num_accepted", (6,)), Field("last_token", (6,))))
+STEP = StepShape(max_rows=5, max_tokens=48, max_updates=128)
+RESULT = Layout((Field("token", (48,)),))
 
 
 @dataclass
@@ -56,10 +56,10 @@ class Device:
             parents={i: row.parents for i, row in enumerate(rows) if row.parents},
         )
 
-    def run(self, num_tokens: int = 48, num_logits: int = 48) -> tuple[DerivedStep, DerivedLogits]:
+    def run(self, num_tokens: int = 48, num_logits: int = 48) -> tuple[DerivedStep, Tensor]:
         self.deriver.apply_updates(self.staging.tensors)
         step = self.deriver.derive(self.staging.tensors, num_tokens)
-        return step, self.deriver.derive_logits(self.staging.tensors, step, num_logits)
+        return step, self.deriver.logit_tokens(self.staging.tensors, step, num_logits)
 
 
 def random_rows(rng: random.Random, trees: bool) -> list[Row]:
@@ -70,24 +70,23 @@ def random_rows(rng: random.Random, trees: bool) -> list[Row]:
         if kind == 0:  # a part of a prompt, perhaps with logits of all its tokens
             rows.append(Row(slot, tokens, num_logits=rng.choice([0, len(tokens)])))
             continue
-        tokens[0] = rng.choice([tokens[0], LAST_TOKEN])
         num_drafts = rng.randrange(len(tokens))
         parents = [rng.randrange(-1, i) for i in range(num_drafts)] if trees and kind == 1 else None
         rows.append(Row(slot, tokens, num_drafts, num_drafts + 1, parents))
     return rows
 
 
-def expected(rows: list[Row], length: list[int], last: list[int], tables: np.ndarray, t: int, n: int) -> dict:
+def expected(rows: list[Row], length: list[int], tables: np.ndarray, t: int) -> dict:
     """The same by loops. ``tables``: [groups, slots, max blocks]."""
-    size, out = SLOTS.block_size, {field.name: [] for kind in (DerivedStep, DerivedLogits) for field in fields(kind)}
-    out |= {name: [] for name in ("slot", "span_start")}
+    size, out = SLOTS.block_size, {field.name: [] for field in fields(DerivedStep)}
+    out |= {name: [] for name in ("slot", "span_start", "logit_token")}
     place, first_of_tree, word, cache = [], [], [], [[] for _ in SLOTS.null_blocks]
     start = 0
-    for r, row in enumerate(rows):
+    for row in rows:
         past, plain = length[row.slot], len(row.tokens) - row.num_drafts
         depth = depths(row.parents or range(-1, row.num_drafts - 1))
         positions = [past + i for i in range(plain)] + [past + plain + d - 1 for d in depth]
-        ids = [last[row.slot] if token == LAST_TOKEN else token for token in row.tokens]
+        ids = row.tokens
         out["tokens"] += ids
         out["position"] += positions
         out["slot"] += [row.slot] * len(ids)
@@ -99,32 +98,15 @@ def expected(rows: list[Row], length: list[int], last: list[int], tables: np.nda
             is_tree = row.parents is not None and i >= plain
             first_of_tree.append(past + plain if is_tree else NO_TREE)
             word.append(sum(1 << node for node in path_to(row.parents, i - plain)) if is_tree else 0)
-        sampled = row.num_drafts + 1 if row.num_logits else 0
-        before = row.num_logits - sampled
-        first = len(out["sequence"]) + before
-        out["first"].append(first)
-        out["count"].append(sampled)
-        for i in range(row.num_logits):
-            at, order = len(ids) - row.num_logits + i, i - before
-            out["token"].append(start + at)
-            out["sequence"].append(r if order >= 0 else -1)
-            out["chosen_position"].append(positions[at] + 1)
-            out["draft"].append(ids[at] if order > 0 else -1)
-            parents = row.parents or range(-1, row.num_drafts - 1)
-            out["parent"].append(first + 1 + parents[order - 1] if order > 0 else -1)
+        out["logit_token"] += range(start + len(ids) - row.num_logits, start + len(ids))
         start += len(ids)
         out["token_end"].append(start)
     token_end = start
     missing = STEP.max_rows + 1 - len(rows)  # with the one that takes padding
-    total = len(out["sequence"])
     out["token_end"] += [token_end] * missing
     out["span_start"] += [token_end] * missing
-    out["first"] += [total] * missing
-    out["count"] += [0] * missing
     for name, fill in {"tokens": 0, "position": 0, "slot": -1}.items():
         out[name] += [fill] * (t - token_end)
-    for name, fill in {"token": 0, "sequence": -1, "chosen_position": 0, "draft": -1, "parent": -1}.items():
-        out[name] += [fill] * (n - total)
     for null, slots in zip(SLOTS.null_blocks, cache, strict=True):
         slots += [null * size] * (t - token_end)
     out["cache_slots"] = cache
@@ -140,16 +122,15 @@ def expected(rows: list[Row], length: list[int], last: list[int], tables: np.nda
 def test_a_ragged_step_is_what_loops_make_of_it(has_trees: bool) -> None:
     rng = random.Random(int(has_trees))
     device = Device(replace(STEP, has_trees=has_trees))
-    length, last = [0] * 6, [0] * 6
+    length = [0] * 6
     tables = np.full((2, 6, SLOTS.max_blocks), -1)
     for _ in range(40):
         rows = random_rows(rng, has_trees)
         for row in rows:
             # The host says anew how long some are; the others go on from where the device has them.
             if length[row.slot] > 40 or rng.random() < 0.3:
-                length[row.slot], last[row.slot] = rng.randrange(40), rng.randrange(1000)
-                device.updates.set("num_computed_tokens", row.slot, length[row.slot])
-                device.updates.set("last_token", row.slot, last[row.slot])
+                length[row.slot] = rng.randrange(30)
+                device.updates.set_lengths(np.array([row.slot]), np.array([length[row.slot]]))
             need = -(-(length[row.slot] + len(row.tokens)) // SLOTS.block_size)
             for group, table in enumerate(tables[:, row.slot]):
                 known = int((table[:need] >= 0).sum())
@@ -159,14 +140,13 @@ def test_a_ragged_step_is_what_loops_make_of_it(has_trees: bool) -> None:
         device.lay_out(rows)
         device.staging.upload()
         total = sum(len(row.tokens) for row in rows)
-        t, n = rng.randrange(total, 49), rng.randrange(max(1, sum(row.num_logits for row in rows)), 49)
-        step, logits = device.run(t, n)
-        want = expected(rows, length, last, tables, t, n)
+        t = rng.randrange(total, 49)
+        step, logit_tokens = device.run(t, sum(row.num_logits for row in rows))
+        want = expected(rows, length, tables, t)
+        assert logit_tokens.tolist() == want["logit_token"]
         for name in ("tokens", "position", "token_end"):
             assert getattr(step, name).tolist() == want[name], name
         assert [slots.tolist() for slots in step.cache_slots] == want["cache_slots"]
-        for name in ("token", "sequence", "chosen_position", "draft", "parent", "first", "count"):
-            assert getattr(logits, name).tolist() == want[name], name
         for group, attention in enumerate(step.attention):
             assert attention.row.tolist() == want["slot"]
             for name in ("place", "position", "tree_first", "tree_word", "span_row", "span_start", "span_count"):
@@ -174,44 +154,22 @@ def test_a_ragged_step_is_what_loops_make_of_it(has_trees: bool) -> None:
             for row in rows:
                 used = -(-(length[row.slot] + len(row.tokens)) // 4)
                 assert attention.block_table[row.slot, :used].tolist() == tables[group, row.slot, :used].tolist()
-        assert logits.by_row["slot"].tolist()[: len(rows)] == [row.slot for row in rows]
-        accepted = [rng.randrange(row.num_drafts + 1) for row in rows] + [0] * (6 - len(rows))
-        chosen = [rng.randrange(1000) for _ in range(6)]
-        device.deriver.advance(device.staging.tensors, int32(accepted), int32(chosen))
-        for row, more, token in zip(rows, accepted, chosen, strict=False):
-            length[row.slot] += len(row.tokens) - row.num_drafts + more
-            last[row.slot] = token if row.num_logits else last[row.slot]
+        device.deriver.advance_all(device.staging.tensors)
+        for row in rows:
+            length[row.slot] += len(row.tokens)
         assert device.state.tensors["num_computed_tokens"].tolist() == [*length, 0]
-        assert device.state.tensors["last_token"].tolist() == [*last, 0]
 
 
 def test_a_tree_may_be_64_tokens_deep() -> None:
-    shape = replace(STEP, max_tokens=80, max_logits=80, has_trees=True)
+    shape = replace(STEP, max_tokens=80, has_trees=True)
     device = Device(shape)
     device.updates.set_blocks(0, 2, 0, [*range(16)])
     device.lay_out([Row(3, [5, 6]), Row(2, [1] * 65, 64, 65, [*range(-1, 63)])])
     device.staging.upload()
-    step, _ = device.run(80, 80)
+    step, _ = device.run(80, 65)
     assert step.position.tolist() == [0, 1, *range(65), *[0] * 13]
     words = step.attention[0].tree_word.tolist()
     assert words[3:67] == [(1 << i + 1) - 1 for i in range(63)] + [-1]
-
-
-def int32(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def test_a_row_takes_its_slot_s_parameters() -> None:
-    device = Device(STEP)
-    device.updates.set("temperature", [4, 1], [0.25, 0.5])
-    device.updates.set("seed", 4, -3)
-    device.updates.set("penalties", 1, [1.5, 0.5, 0.25])
-    device.lay_out([Row(4, [1], 0, 1), Row(1, [2], 0, 1)])
-    device.staging.upload()
-    by_row = device.run()[1].by_row
-    assert by_row["temperature"].tolist() == [0.25, 0.5, 0, 0, 0, 0]
-    assert by_row["seed"].tolist() == [-3, 0, 0, 0, 0, 0]
-    assert by_row["penalties"].tolist() == [[1, 0, 0], [1.5, 0.5, 0.25], *[[1, 0, 0]] * 4]
 
 
 @pytest.mark.parametrize("has_trees", [False, True])
@@ -219,12 +177,11 @@ def test_a_row_takes_its_slot_s_parameters() -> None:
 def test_a_step_waits_for_nothing_between_one_upload_and_one_download(where: str, has_trees: bool) -> None:
     device = Device(replace(STEP, has_trees=has_trees), where)
     device.lay_out([Row(0, [1, 2, 3], 2, 3, [-1, -1] if has_trees else None), Row(3, [4, 5])])
-    result = device.record.tensors
     with Operators() as operators:
         device.staging.upload()
         with DeviceOnly():
-            device.run(16, 16)
-            device.deriver.advance(device.staging.tensors, result["num_accepted"], result["last_token"])
+            torch.add(device.run(16, 3)[1], 0, out=device.record.tensors["token"][:3])
+            device.deriver.advance_all(device.staging.tensors)
         if where == "cpu":  # nothing comes back from meta
             device.record.download()
             device.record.collect()

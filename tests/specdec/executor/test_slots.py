@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -28,30 +27,16 @@ def test_differences_make_the_state_what_the_host_has_set() -> None:
     for _ in range(60):
         for _ in range(rng.randrange(4)):
             slot = rng.randrange(4)
-            match rng.randrange(5):
-                case 0:
-                    first = rng.randrange(6)
-                    blocks = [rng.randrange(50) for _ in range(rng.randrange(7 - first))]
-                    group = rng.randrange(2)
-                    updates.set_blocks(group, slot, first, blocks)
-                    expected[f"block_table_{group}"][slot, first : first + len(blocks)] = blocks
-                case 1:
-                    seed = rng.randrange(-(2**63), 2**63)
-                    updates.set("seed", slot, seed)
-                    expected["seed"][slot] = seed
-                case 2:
-                    values = [rng.random() for _ in range(3)]
-                    updates.set("penalties", slot, values)
-                    expected["penalties"][slot] = values
-                case 3:
-                    slots = rng.sample(range(4), 2)
-                    values = [rng.random(), 1.0]
-                    updates.set("top_p", slots, values)
-                    expected["top_p"][slots] = values
-                case 4:
-                    index = rng.randrange(6)
-                    updates.set("block_table_1", [0, slot], 33, index)
-                    expected["block_table_1"][[0, slot], index] = 33
+            if rng.random() < 0.5:
+                first = rng.randrange(6)
+                blocks = [rng.randrange(50) for _ in range(rng.randrange(7 - first))]
+                group = rng.randrange(2)
+                updates.set_blocks(group, slot, first, blocks)
+                expected[f"block_table_{group}"][slot, first : first + len(blocks)] = blocks
+            else:
+                slots, lengths = np.array(rng.sample(range(4), 2)), np.array([rng.randrange(99), 1])
+                updates.set_lengths(slots, lengths)
+                expected["num_computed_tokens"][slots] = lengths
         while send(updates, state):
             pass
         for name, values in expected.items():
@@ -60,10 +45,10 @@ def test_differences_make_the_state_what_the_host_has_set() -> None:
 
 def test_the_last_value_counts_and_what_does_not_fit_stays_pending() -> None:
     updates, state = SlotUpdates(SHAPE), SlotState(SHAPE, torch.device("cpu"))
-    updates.set("last_token", 1, 5)
-    updates.set("last_token", 1, 6)
+    for length in (5, 6):
+        updates.set_lengths(np.array([1]), np.array([length]))
     assert send(updates, state, most=1) == 0
-    assert state.tensors["last_token"].tolist() == [0, 6, 0, 0, 0]
+    assert state.tensors["num_computed_tokens"].tolist() == [0, 6, 0, 0, 0]
     updates.set_blocks(0, 2, 1, [1, 2, 3])
     assert send(updates, state, most=2) == 1
     updates.set_blocks(0, 2, 4, [4])
@@ -73,28 +58,25 @@ def test_the_last_value_counts_and_what_does_not_fit_stays_pending() -> None:
 
 def test_what_the_device_has_advanced_is_not_sent_back() -> None:
     updates, state = SlotUpdates(SHAPE), SlotState(SHAPE, torch.device("cpu"))
-    updates.set("num_computed_tokens", [0, 1], [3, 4])
+    updates.set_lengths(np.array([0, 1]), np.array([3, 4]))
     send(updates, state)
     state.tensors["num_computed_tokens"].add_(2)
-    updates.set("temperature", 0, 0.5)
+    updates.set_blocks(0, 0, 0, [3])
     send(updates, state)
     assert state.tensors["num_computed_tokens"].tolist() == [5, 6, 2, 2, 2]
 
 
 def test_a_slot_that_was_never_set_changes_nothing() -> None:
     tensors = SlotState(SHAPE, torch.device("cpu")).tensors
-    assert tensors["top_p"].tolist() == [1.0] * 5
-    assert tensors["min_p"].tolist() == [-math.inf] * 5
-    assert tensors["penalties"][SHAPE.padding_slot].tolist() == [1.0, 0.0, 0.0]
+    assert tensors["num_computed_tokens"].tolist() == [0] * 5
     assert tensors["block_table_1"].unique().tolist() == [7]
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda updates: updates.set("top_k", 4, 1),
-        lambda updates: updates.set("top_k", -1, 1),
-        lambda updates: updates.set("block_table_0", 0, 1, 6),
+        lambda updates: updates.set_lengths(np.array([4]), np.array([1])),
+        lambda updates: updates.set_lengths(np.array([-1]), np.array([1])),
         lambda updates: updates.set_blocks(0, 0, 5, [1, 2]),
     ],
 )
@@ -114,8 +96,6 @@ def test_each_sequence_keeps_one_slot_until_it_is_given_back() -> None:
         table.take("c")
     with pytest.raises(ValueError, match="'a' has slot"):
         table.take("a")
-    table.max_length[a] = 7
     assert table.give_back("a") == a
     assert "a" not in table
-    assert table.max_length.tolist() == [0, 0]
     assert table.take("c") == a

@@ -77,7 +77,7 @@ def test_a_target_notes_its_step_and_the_drafters_at_the_last_token_of_a_round()
 def test_the_newest_step_is_told_by_the_wall_clock():
     last, before_s = LastStep(), time.time()
     start_ns = time.monotonic_ns()
-    last(StepRecord("target", start_ns, start_ns + 5_000_000, start_ns, 1, 1, 0, True, False))
+    last(StepRecord("target", start_ns, start_ns + 5_000_000, start_ns, 1, 1, 0, True, False, 1))
     start_s, end_s = last.interval()
     assert abs(start_s - before_s) < 10
     assert round(end_s - start_s, 4) == 0.005

@@ -1,4 +1,3 @@
-import importlib
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +7,7 @@ from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import checked_window
 from specdec.core.errors import ModelLoadError
 from specdec.executor.runner import ModelRunner
+from specdec.kernels import scan
 from specdec.kernels.attention import ATTENTION_NAME
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.parity_check import check_admission
@@ -77,18 +77,16 @@ def test_the_logits_compared_may_be_cut(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "scan"), [("qwen3_5", "delta.DeltaRule"), ("jamba", "mamba.Mamba1"), ("bamba", "mamba.Mamba2")]
+    ("family", "kind"), [("qwen3_5", scan.DeltaRule), ("jamba", scan.Mamba1), ("bamba", scan.Mamba2)]
 )
 def test_a_scan_that_ignores_the_state_it_is_given_is_refused(
-    family: str, scan: str, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: type[scan.Scan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces longer than the window go through it; in transformers Mamba-1's does so."""
     loaded = prepare_model(make_recurrent(family), family)
     window = checked_window(6)
     options = {"num_blocks": 60, "block_size": 4, "num_state_slots": 4, "window": window}
     assert check_admission(ModelRunner(loaded, **options)).relative_error < 1e-4
-    module, name = scan.split(".")
-    kind = getattr(importlib.import_module(f"specdec.kernels.{module}"), name)
     right = kind.whole
     monkeypatch.setattr(kind, "whole", lambda self, inputs, reads, state: right(self, inputs, reads, state * 0))
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
