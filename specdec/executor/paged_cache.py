@@ -19,6 +19,27 @@ def group_window(layer: AttentionLayer) -> int | None:
     return None if layer.is_latent else layer.window
 
 
+WriteCache = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes keys and values [T, H_kv, D and D_v] into their pools at slots [T]."""
+
+
+def write_by_operators(
+    keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """A :data:`WriteCache` for any device; slots are int64."""
+    for pool, states in ((key_pool, keys), (value_pool, values)):
+        pool.flatten(0, 1).index_copy_(0, slots, states)
+
+
+def cache_writer(kernel: str) -> WriteCache:
+    """What writes the cache that a kernel reads: one launch where Triton runs."""
+    if kernel != "triton":
+        return write_by_operators
+    from specdec.kernels.triton.attention import write_cache
+
+    return write_cache
+
+
 class PagedCache(Cache):  # type: ignore[misc]
     """Pools of keys and values, one pair per layer that caches; written where the step says.
 
@@ -29,10 +50,18 @@ class PagedCache(Cache):  # type: ignore[misc]
         layers: The model's attention layers; those that only read another's cache need no pool.
         pool: The blocks, in groups.
         states: What recurrent layers keep; None where there are none.
+        write: How keys and values get into the pools.
     """
 
-    def __init__(self, layers: Iterable[AttentionLayer], pool: BlockPool, states: StatePool | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[AttentionLayer],
+        pool: BlockPool,
+        states: StatePool | None = None,
+        write: WriteCache = write_by_operators,
+    ) -> None:
         super().__init__(layers=[])
+        self._write = write
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._latent: set[int] = set()
         self._states = states
@@ -87,8 +116,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         assert self._steps, "begin() comes first"
         pools, step = self._pools[layer_idx], self._steps[self._group_of[layer_idx]]
         slots = step.cache_slots(key_states.device)
-        for pool, states in zip(pools, (key_states, value_states), strict=True):
-            pool.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        self._write(keys, values, *pools, slots)
         if layer_idx in self._latent:
             blocks = step.compacted(key_states.device).blocks
             keys, values = (pool.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for pool in pools)

@@ -1,8 +1,9 @@
 """The attention of :mod:`specdec.kernels.segmented` as Triton kernels, and the write into the cache.
 
-This module owns four kernels and their buffers. ``_make_tiles`` packs a step's tokens into tiles, ``_make_items`` lists
-the work, one list for each window, ``_attend`` runs through it with a fixed number of programs, ``_merge`` adds what
-segments gave in order. The first two run once a step, on the device, so that a captured graph serves any mix of rows.
+This module owns these kernels and their buffers. ``_make_tiles`` packs a step's tokens into tiles, ``_make_items``
+lists the work, one list for each window, ``_attend`` runs through it with a fixed number of programs, ``_merge`` adds
+what segments gave in order. The first two run once a step, on the device, so that a captured graph serves any mix of
+rows. ``_write_cache`` writes a layer's keys and values before that.
 
 An item is one segment of a tile, or all of them. Few tiles are split, so that every processor has work; many are not,
 which spares the partial results. ``_attend`` merges in registers as ``_merge`` does from memory, with the same bits,
@@ -351,7 +352,8 @@ def _merge(
 @triton.jit
 def _write_cache(
     k, v, k_pool, v_pool, slots,
-    k_token, k_from_head, v_token, v_from_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    k_token, k_from_head, k_from_dim, v_token, v_from_head, v_from_dim,
+    k_block, k_slot, k_head, v_block, v_slot, v_head,
     KV_HEADS: tl.constexpr, KV_PADDED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -365,30 +367,31 @@ def _write_cache(
     h = tl.arange(0, KV_PADDED)[:, None]
     d = tl.arange(0, D_PADDED)[None, :]
     mask = (h < KV_HEADS) & (d < D)
-    values = tl.load(k + token * k_token + h * k_from_head + d, mask=mask)
+    values = tl.load(k + token * k_token + h * k_from_head + d * k_from_dim, mask=mask)
     tl.store(k_pool + block * k_block + place * k_slot + h * k_head + d, values, mask=mask)
     dv = tl.arange(0, DV_PADDED)[None, :]
     mask = (h < KV_HEADS) & (dv < DV)
-    values = tl.load(v + token * v_token + h * v_from_head + dv, mask=mask)
+    values = tl.load(v + token * v_token + h * v_from_head + dv * v_from_dim, mask=mask)
     tl.store(v_pool + block * v_block + place * v_slot + h * v_head + dv, values, mask=mask)
 
 
 def write_cache(keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor) -> None:
-    """Write a step's keys and values into their slots.
+    """Write a layer's keys and values of a step into their slots, in one launch.
 
     Args:
-        keys: [T, H_kv, D], any strides with D innermost.
-        values: [T, H_kv, D_v], likewise.
+        keys: [T, H_kv, D], any strides.
+        values: [T, H_kv, D_v], any strides.
         key_pool: [blocks, block size, H_kv, D], changed in place.
         value_pool: [blocks, block size, H_kv, D_v], changed in place.
-        slots: int32 [T], block times block size and place in it; negative for padding, which is not written.
+        slots: int32 or int64 [T], block times block size plus the place in it; a token with a negative slot is not
+            written. Tokens that share a slot, as padding does, leave either one's numbers there.
     """
+    assert key_pool.stride(3) == value_pool.stride(3) == 1, "heads are contiguous"
     num_tokens, kv_heads, dim = keys.shape
     value_dim = values.shape[2]
     _write_cache[(num_tokens,)](
         keys, values, key_pool, value_pool, slots,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), *key_pool.stride()[:3],
-        *value_pool.stride()[:3],
+        *keys.stride(), *values.stride(), *key_pool.stride()[:3], *value_pool.stride()[:3],
         KV_HEADS=kv_heads, KV_PADDED=triton.next_power_of_2(kv_heads), D=dim, D_PADDED=triton.next_power_of_2(dim),
         DV=value_dim, DV_PADDED=triton.next_power_of_2(value_dim), BLOCK=key_pool.shape[1], num_warps=4,
     )  # fmt: skip

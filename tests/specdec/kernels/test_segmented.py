@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specdec.executor.paged_cache import write_by_operators
 from specdec.kernels.segmented import (
     AttentionLayer,
     AttentionShape,
@@ -178,19 +179,27 @@ def test_what_no_token_may_read_may_be_anything() -> None:
     assert torch.equal(reference(case, layer), reference(case, layer).nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @interpreted
-def test_keys_and_values_are_written_where_their_slots_say(dtype: torch.dtype) -> None:
+def test_a_cache_is_written_in_one_launch_as_operators_write_it(dtype: torch.dtype) -> None:
+    """Padding goes into the null block, which is the last one; keys come head by head, values in any strides."""
     from specdec.kernels.triton.attention import write_cache
 
-    keys, values = torch.randn(3, 5, 20).transpose(0, 1).to(dtype), torch.randn(5, 3, 12).to(dtype)
-    pools = [torch.zeros(4, 8, 3, dim, dtype=dtype) for dim in (20, 12)]
-    slots = torch.tensor([9, -1, 31, 0, -1], dtype=torch.int32)
-    write_cache(keys, values, *pools, slots)
-    for pool, new in zip(pools, (keys, values), strict=True):
-        expected = torch.zeros_like(pool).flatten(0, 1)
-        expected[[9, 31, 0]] = new[[0, 2, 3]]
-        assert torch.equal(pool.flatten(0, 1), expected)
+    keys = torch.randn(1, 3, 6, 20).to(dtype).transpose(1, 2).flatten(0, 1)
+    values = torch.randn(12, 3, 6).to(dtype).permute(2, 1, 0)
+    slots = torch.tensor([9, 24, 23, 0, 24, 10])
+    written = []
+    for write in (write_cache, write_by_operators):
+        pools = [torch.zeros(4, 8, 3, dim, dtype=dtype) for dim in (20, 12)]
+        write(keys, values, *pools, slots)
+        written.append(pools)
+    for by_kernel, by_operators in zip(*written, strict=True):
+        assert torch.equal(by_kernel[:3], by_operators[:3])
+        assert by_kernel[3, 0].any()
+        assert not by_kernel[3, 1:].any()
+    before = [pool.clone() for pool in pools]
+    write_cache(keys, values, *pools, torch.full((6,), -1, dtype=torch.int32))
+    assert all(map(torch.equal, pools, before))
 
 
 def test_a_kernel_of_somebody_else_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

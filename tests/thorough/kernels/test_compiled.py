@@ -52,8 +52,11 @@ def launch(shape: AttentionShape, sizes: list[tuple[int, int]], layers: list[Att
         queries = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=META)
         for layer in layers:
             kernel.attend(queries, *pools, layer)
-        new = [torch.empty(num_tokens, *pool.shape[2:], dtype=shape.dtype, device=META) for pool in pools]
-        write_cache(*new, *pools, torch.empty(num_tokens, dtype=torch.int32, device=META))
+        # Keys lie head by head, values are a part of a merged product.
+        keys = torch.empty(shape.num_kv_heads, num_tokens, shape.head_dim, dtype=shape.dtype, device=META)
+        product = torch.empty(num_tokens, 3, *pools[1].shape[2:], dtype=shape.dtype, device=META)
+        slots = torch.empty(num_tokens, dtype=torch.int64, device=META)
+        write_cache(keys.transpose(0, 1), product[:, 2], *pools, slots)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
