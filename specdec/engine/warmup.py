@@ -19,7 +19,9 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.medusa import MedusaHeads
+from specdec.executor.compiled import layers_of
 from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.merged import merge_weights
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.gather import max_group_numbers
 from specdec.models.loading import LoadedModel
@@ -147,6 +149,9 @@ def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) 
     """Record steps once, and forget them; 0 where they cannot be recorded, and on a CPU, where nothing is."""
     if loaded.device.type != "cuda" or loaded.opaque_state is not None or loaded.recurrent_layers:
         return 0
+    if loaded.adapters is None:
+        with suppress(ValueError):  # layers that are not found are not compiled
+            merge_weights(layers_of(loaded.model))  # moves them, which may cost memory that the cache cannot have
     runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size)
     runner.record_graphs(limits)
     runner.forget_graphs()

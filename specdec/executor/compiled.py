@@ -1,7 +1,8 @@
 """A model's layers compiled by Inductor, whole but for the cache's writes and attention.
 
 Each layer becomes a few fragments around these two, which all layers and all numbers of tokens share. What the
-fragments cost to enter does not matter where a step is recorded as a graph.
+fragments cost to enter does not matter where a step is recorded as a graph. Linear layers that read the same input are
+one product there; see :mod:`specdec.executor.merged`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from specdec.executor.merged import merge, share_products, unmerge
 from specdec.executor.paged_cache import PagedCache
 from specdec.kernels.attention import ATTENTION_NAME, paged_attention
 
@@ -53,16 +55,20 @@ class CompiledLayers:
     """
 
     def __init__(self, model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
-        self._layers = _layers_of(model)
+        from torch._dynamo import lookup_backend  # a large part of torch
+
+        self._layers = layers_of(model)
         self._numbered: list[tuple[Any, int]] = []
         _leave_out()
+        self._merged = merge(self._layers)
+        compiler = share_products(lookup_backend(backend))
         for layer in self._layers:
             for module in layer.modules():
                 index = getattr(module, "layer_idx", None)
                 if isinstance(index, int):
                     self._numbered.append((module, index))
                     self._numbered[-1][0].layer_idx = LayerIndex(index)
-            layer.compile(dynamic=True, backend=backend)
+            layer.compile(dynamic=True, backend=compiler)
 
     def undo(self) -> None:
         """Let the layers run operator by operator again."""
@@ -70,6 +76,8 @@ class CompiledLayers:
             layer._compiled_call_impl = None
         for module, index in self._numbered:
             module.layer_idx = index
+        unmerge(self._merged)
+        self._merged = []
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
@@ -95,7 +103,12 @@ def _leave_out() -> None:
     AttentionInterface.register(ATTENTION_NAME, leave_out(paged_attention))
 
 
-def _layers_of(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model.
+
+    Raises:
+        ValueError: they are not in one list.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo.utils import counters
+from torch.nn import functional
 
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
@@ -26,17 +28,30 @@ def forward(runner: ModelRunner, num_tokens: int) -> torch.Tensor:
 
 
 def make(family: str) -> ModelRunner:
-    return ModelRunner(prepare_model(make_model(family), "tiny"), num_blocks=100, block_size=4)
+    model, generator = make_model(family), torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(generator=generator)
+    return ModelRunner(prepare_model(model, "tiny"), num_blocks=100, block_size=4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
 def test_one_compilation_serves_all_layers_and_sizes(family: str) -> None:
+    widths: list[int] = []
+
+    def backend(graph: fx.GraphModule, _: object) -> Any:
+        for node in graph.graph.find_nodes(op="call_function", target=functional.linear):
+            widths.append(node.meta["example_value"].shape[-1])
+        return graph.forward
+
     torch.compiler.reset()
     runner, plain = make(family), make(family)
-    runner.record_graphs(LIMITS, backend="eager")
+    runner.record_graphs(LIMITS, backend=backend)
     assert (runner.graphs_failure, runner.compile_failure) == ("", "")
     num_compiled = counters["stats"]["unique_graphs"]
     assert num_compiled > 0
+    # Queries, keys and values; the output; gate and up; down.
+    assert widths == [64 + 32 + 32, 64, 96 + 96, 64]
     for num_tokens in (1, 16, 17, 33, 64, 100):
         torch.testing.assert_close(forward(runner, num_tokens), forward(plain, num_tokens), atol=2e-5, rtol=2e-5)
     check_admission(runner)
