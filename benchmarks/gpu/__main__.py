@@ -1,6 +1,6 @@
 """Exactness and times on a GPU, section by section; figures are printed as they come.
 
-    python -m benchmarks.gpu [--sections device,attention,sampling,executor,steps] [--json FILE]
+    python -m benchmarks.gpu [--sections device,attention,tuning,sampling,executor,steps] [--json FILE]
 
 A section that needs what is not installed says "not run". The run fails if a check of exactness does, or a section
 breaks; an aim that is missed fails nothing. The sections of kernels need torch, Triton and numpy alone.
@@ -22,6 +22,7 @@ from benchmarks.gpu.report import MissingError, Report
 SECTIONS = {
     "device": "the rates that floors are computed from",
     "attention": "the attention kernel: bits, errors, times",
+    "tuning": "the attention kernel's table of tiles beside others",
     "sampling": "the sampling kernels: noise, tokens, times",
     "executor": "steps recorded as CUDA graphs: tokens, times; this GPU's record, where all is right",
     "steps": "steps of an 8B target and a 1B draft with random weights over reading the weights once",

@@ -24,6 +24,8 @@ BLOCK_SIZE = 16
 MOST_ERROR = 0.03
 """Of bfloat16 outputs whose values are of a standard normal distribution."""
 
+_NUM_WRITTEN = 64
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -56,13 +58,14 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
         raise MissingError(str(error)) from None
     for name, heads in sizes.shapes.items():
         _check(report, device, name, heads, sizes.exact_rows)
+        _check_cache_write(report, device, name, heads)
         for num_rows, count, before in sizes.timed:
             rows = [(before, count)] * num_rows
-            shape = _shape(heads, rows, torch.bfloat16)
+            shape = make_shape(heads, rows, torch.bfloat16)
             kernel = make_kernel(shape, device)
             step = make_step(rows, shape.block_size, device)
             kernel.prepare(step)
-            attend = partial(kernel.attend, *_inputs(shape, step, device), AttentionLayer(shape.head_dim**-0.5))
+            attend = partial(kernel.attend, *make_inputs(shape, step, device), AttentionLayer(shape.head_dim**-0.5))
             cache_bytes = num_rows * (before + count) * heads[1] * heads[2] * 2 * shape.dtype.itemsize
             least_us = cache_bytes / read_bandwidth(device) * 1e6
             spent_us = seconds(attend, device) * 1e6
@@ -79,9 +82,9 @@ def _check(
     """Errors against the reference in float32, and the same bits for a token in any company."""
     from specdec.kernels.triton.attention import TritonAttention
 
-    shape = _shape(heads, rows, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    shape = make_shape(heads, rows, torch.bfloat16 if device.type == "cuda" else torch.float32)
     step = make_step(rows, shape.block_size, device)
-    queries, keys, values = _inputs(shape, step, device)
+    queries, keys, values = make_inputs(shape, step, device)
     layer = AttentionLayer(shape.head_dim**-0.5)
 
     def attended(step: AttentionStep, queries: Tensor, **options: int) -> Tensor:
@@ -104,6 +107,23 @@ def _check(
         alone = replace(alone, block_table=step.block_table[row : row + 1])
         same &= torch.equal(attended(alone, queries[end - 1 : end]), out[end - 1 : end])
     report.check(f"attention {name}: a token alone or beside others, the same bits", same)
+
+
+def _check_cache_write(report: Report, device: torch.device, name: str, heads: tuple[int, int, int]) -> None:
+    """A layer's keys and values in their slots, and how long that takes."""
+    from specdec.kernels.triton.attention import write_cache
+
+    _, kv_heads, dim = heads
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    keys, values = torch.randn(2, kv_heads, _NUM_WRITTEN, dim, device=device).to(dtype).transpose(1, 2)
+    slots = torch.randperm(4 * _NUM_WRITTEN, generator=torch.Generator().manual_seed(1))[:_NUM_WRITTEN].to(device)
+    pools = torch.zeros(2, 4 * _NUM_WRITTEN // BLOCK_SIZE, BLOCK_SIZE, kv_heads, dim, dtype=dtype, device=device)
+    expected = torch.zeros_like(pools)
+    expected.flatten(1, 2)[:, slots] = torch.stack((keys, values))
+    write = partial(write_cache, keys, values, *pools, slots)
+    write()
+    report.check(f"cache write {name}: every token in its slot", torch.equal(pools, expected))
+    report.figure(f"cache_write_{name}_{_NUM_WRITTEN}_us", seconds(write, device) * 1e6)
 
 
 def make_step(rows: Sequence[tuple[int, int]], block_size: int, device: torch.device) -> AttentionStep:
@@ -141,15 +161,22 @@ def make_step(rows: Sequence[tuple[int, int]], block_size: int, device: torch.de
     )
 
 
-def _shape(heads: tuple[int, int, int], rows: Sequence[tuple[int, int]], dtype: torch.dtype) -> AttentionShape:
+def make_shape(heads: tuple[int, int, int], rows: Sequence[tuple[int, int]], dtype: torch.dtype) -> AttentionShape:
+    """The shape for a step of these rows.
+
+    Args:
+        heads: Heads, key heads, head dimension.
+        rows: Positions before the step and tokens of it.
+        dtype: Of queries, keys and values.
+    """
     num_heads, num_kv_heads, head_dim = heads
     num_tokens, longest = sum(count for _, count in rows), max(before + count for before, count in rows)
     sizes = num_heads, num_kv_heads, head_dim, head_dim, dtype, BLOCK_SIZE
     return AttentionShape(*sizes, max_tokens=num_tokens, max_rows=len(rows), max_length=longest)
 
 
-def _inputs(shape: AttentionShape, step: AttentionStep, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and pools of keys and of values."""
+def make_inputs(shape: AttentionShape, step: AttentionStep, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, and pools of keys and of values."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:

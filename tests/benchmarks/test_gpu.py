@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import attention, executor, sampling, steps
+from benchmarks.gpu import attention, executor, sampling, steps, tuning
 from benchmarks.gpu.report import Report
 from tests.specdec.kernels.interpreter import interpreted
 
@@ -51,6 +51,18 @@ def test_kernels_are_right_in_the_interpreter() -> None:
     attention.run(report, CPU, attention.SMALL)
     sampling.run(report, CPU, sampling.SMALL)
     assert report.failures == []
+
+
+@interpreted
+def test_tiles_are_timed_beside_those_of_the_table() -> None:
+    from specdec.kernels.triton.attention import tile_config
+
+    report = Report()
+    tuning.run(report, CPU, tuning.SMALL)
+    assert [*report.figures] == ["tuning_tiny_2x1_at_40_us", "tuning_tiny_2x1_at_40_us_over_least"]
+    table = tuning.Variant(tile_config(attention.make_shape((32, 8, 128), [(1, 1)], torch.bfloat16)), 256)
+    # Eight tiles of which one is the table's, two lengths of segments, split never or always.
+    assert len(tuning.variants(table)) == 1 + 7 + 2 + 2
 
 
 def test_steps_are_stated_over_reading_the_weights() -> None:
