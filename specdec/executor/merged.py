@@ -61,12 +61,11 @@ def merge_weights(layers: Iterable[nn.Module]) -> list[list[nn.Linear]]:
             groups = [group for linears in own for group in _parameters_of(linears)]
             if all(map(_lie_together, groups)):
                 continue
-            moved: dict[nn.Parameter, Tensor] = {}
+            moved: dict[Tensor, Tensor] = {}
             for group in groups:
-                moved |= zip(group, torch.cat(group).split([len(one) for one in group]), strict=True)
-            for parameter in layer.parameters():
-                if parameter not in moved:
-                    moved[parameter] = parameter.data.clone()
+                moved |= zip(group, torch.split(torch.cat(group), [len(one) for one in group]), strict=True)
+            for other in set(layer.parameters()) - moved.keys():
+                moved[other] = other.data.clone()
             for parameter, data in moved.items():
                 parameter.data = data
     return products
@@ -137,18 +136,18 @@ def _kind(linear: Any) -> tuple[object, ...]:
     return linear.in_features, linear.bias is None, linear.weight.dtype, linear.weight.device
 
 
-def _parameters_of(linears: list[nn.Linear]) -> list[list[nn.Parameter]]:
+def _parameters_of(linears: list[nn.Linear]) -> list[list[Tensor]]:
     """Their weights; and their biases, if they have any."""
-    kinds = [[one.weight for one in linears]]
+    kinds: list[list[Tensor]] = [[one.weight for one in linears]]
     return kinds if linears[0].bias is None else [*kinds, [one.bias for one in linears]]
 
 
-def _lie_together(group: list[nn.Parameter]) -> bool:
+def _lie_together(group: list[Tensor]) -> bool:
     """Whether each begins where the one before it ends."""
     same = {one.untyped_storage()._cdata for one in group}
     return len(same) == 1 and all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(group))
 
 
-def _whole(group: list[nn.Parameter]) -> Tensor:
+def _whole(group: list[Tensor]) -> Tensor:
     first = group[0].data
     return first.as_strided((sum(map(len, group)), *first.shape[1:]), first.stride())
