@@ -329,7 +329,7 @@ class WorkerHost(Host[M]):
             last_s = max(last_s, self._last_progress())
         idle_s = time.monotonic() - last_s
         if idle_s > step_timeout_s:
-            raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {step_timeout_s} s")
+            raise HostFailedError(f"no progress for {idle_s:.1f} s; step_timeout_s allows {step_timeout_s:g} s")
 
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine, from any thread; no step comes between those of one call."""

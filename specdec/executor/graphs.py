@@ -101,6 +101,8 @@ class StepGraphs:
             try:
                 with torch.cuda.device(self._device), torch.inference_mode():
                     self._record(sizes)
+                    for graph, _ in self._graphs.values():
+                        graph.replay()  # takes what memory it still needs, and shows that it can be launched
             except Exception as error:  # of the model's code, a library, or a compiler of kernels
                 self._graphs.clear()
                 self._kept = ()

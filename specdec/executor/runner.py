@@ -21,7 +21,6 @@ from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.core.errors import reason_of
 from specdec.core.tokens import TokenSequence
-from specdec.core.types import StepProgress
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
@@ -29,6 +28,7 @@ from specdec.executor.paged_cache import PagedCache, cache_writer, group_window
 from specdec.executor.steps import StepRows, Steps
 from specdec.kernels.attention import AttentionContext
 from specdec.kernels.gather import GatherAttention, Workspace
+from specdec.kernels.progress import StepProgress
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
@@ -383,7 +383,7 @@ class ModelRunner:
             with self._steps.sent_anew_on_failure():
                 self._steps.upload(sequences, own, tokens)
                 output = self._graphs.launch(size)
-            self.progress.advance()
+            self.progress.advance(self.loaded.device)
             wanted: slice | torch.Tensor = slice(num_tokens)
             if num_logits < num_tokens:
                 wanted = self._steps.logit_tokens(output.step, num_logits)

@@ -83,5 +83,5 @@ class SnapshotRunner(ModelRunner):
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(position, position + len(tokens), device=device).unsqueeze(0)
         output, state = run_opaque(self.loaded.model, self._opaque, state, arguments)
-        self.progress.advance()  # its layers are not ours to count: one for each piece that is read
+        self.progress.advance(device)  # its layers are not ours to count: one for each piece that is read
         return output.logits[0], state

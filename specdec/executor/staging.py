@@ -243,10 +243,10 @@ class Record:
         """
         if not self._free:
             raise RuntimeError(f"collect comes first: {len(self._under_way)} records are under way")
-        buffer = self._free.popleft()
+        buffer = self._free[0]
         _copy(buffer.words, self._words, num_words)
         buffer.mark()
-        self._under_way.append(buffer)
+        self._under_way.append(self._free.popleft())
 
     def collect(self) -> Arrays:
         """The oldest record under way, once it is here. The thread sleeps until then.
@@ -259,6 +259,6 @@ class Record:
         if not self._under_way:
             raise RuntimeError("download comes before collect")
         buffer = self._under_way.popleft()
+        self._free.append(buffer)  # also where its step has failed on the device
         buffer.wait()
-        self._free.append(buffer)
         return buffer.arrays

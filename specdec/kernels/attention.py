@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.core.errors import ModelLoadError
-from specdec.core.types import StepProgress
+from specdec.kernels.progress import StepProgress
 from specdec.kernels.segmented import (
     AttentionKernel,
     AttentionLayer,
@@ -94,7 +94,7 @@ class AttentionContext:
         make_kernel: How keys are read.
         groups: By :func:`address` the pools of keys that are not the first group's, and their group.
         latent_layers: Indices of the layers that expand what they cache, which are of the first group.
-        progress: Called when a layer's attention is done.
+        progress: Counts the layers that attend.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ def paged_attention(
     if is_latent:
         key, value = as_blocks(key, attention_context.block_size), as_blocks(value, attention_context.block_size)
     output = attention_context.attend(queries, key, value, layer, is_latent)
-    attention_context.progress.advance()
+    attention_context.progress.advance(query.device)
     # Contiguous, as transformers' own attention gives it: some models take a view.
     return output.contiguous().view(batch, length, num_heads, value.shape[-1]), None
 

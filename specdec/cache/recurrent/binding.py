@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from specdec.cache.recurrent.rescan import TensorShape
 from specdec.core.errors import ModelLoadError
-from specdec.core.types import StepProgress
 from specdec.kernels.conv import ConvShape
+from specdec.kernels.progress import StepProgress
 from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
 
 
@@ -168,7 +168,7 @@ def bind(model: PreTrainedModel, mixer: Mixer, progress: StepProgress | None = N
     Args:
         model: The model.
         mixer: What they are led to.
-        progress: Called when each is done.
+        progress: Counts them.
     """
     counted = progress or StepProgress()
     return ScopedFunctions((module, _functions(module, mixer, counted)) for module in recurrent_modules(model))
@@ -199,7 +199,7 @@ def _convolution(
 ) -> Callable[..., torch.Tensor]:
     def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
         outputs = mixer.convolved(index, stock(*args, **kwargs))
-        progress.advance()
+        progress.advance(outputs.device)
         return outputs
 
     return convolve
@@ -210,7 +210,7 @@ def _scan(
 ) -> Callable[..., Any]:
     def scan(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = mixer.scanned(index, kind(stock, *args, **kwargs))
-        progress.advance()
+        progress.advance(outputs[0].device)
         return outputs
 
     return scan

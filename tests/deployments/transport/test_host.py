@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -11,9 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from deployments.transport.host import Host, LoopHost, WorkerHost
 from deployments.transport.wire import HostFailedError
+from specdec.executor.staging import Field, Layout, Record
+from specdec.kernels.progress import StepProgress
 from tests.waiting import eventually
 
 IDLE_S = 60.0
@@ -169,6 +173,54 @@ async def test_progress_within_a_step_is_no_stall() -> None:
         host.check(step_timeout_s=0.04)
     finally:
         release.set()
+        host.stop()
+
+
+async def test_a_step_that_waits_for_a_device_that_hangs_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches, of which the device does one; the step's thread sleeps until its record comes."""
+    num_done, finished, gpu = 0, threading.Event(), torch.device("cuda")
+
+    class Event:
+        numbers = itertools.count(1)
+
+        def __init__(self, blocking: bool = False) -> None:
+            self.number = 0 if blocking else next(self.numbers)
+
+        def record(self, _stream: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            return num_done >= self.number
+
+        def synchronize(self) -> None:
+            assert finished.wait(10)
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, dtype=options["dtype"]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    progress, record = StepProgress(), Record(Layout((Field("tokens", (2,)),)), gpu)
+
+    def step() -> None:
+        for _ in range(2):
+            progress.advance(gpu)
+        record.download()
+        record.collect()
+
+    machine = Recorder()
+    machine.on_step = step
+    host = WorkerHost(machine, last_progress=lambda: progress.newest_s)
+    host.start()
+    try:
+        await eventually(lambda: record.num_under_way == 0 and machine.steps == 1)
+        for num_done in (0, 1):
+            host.check(step_timeout_s=IDLE_S if num_done == 0 else 0.04)
+            await asyncio.sleep(0.05)
+            with pytest.raises(HostFailedError, match=r"no progress for 0\.\d s; step_timeout_s allows 0.04"):
+                host.check(step_timeout_s=0.04)
+    finally:
+        finished.set()
         host.stop()
 
 

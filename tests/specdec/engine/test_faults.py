@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
+from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.letters import spelled
 from tests.sizes import some
-from tests.specdec.engine.pairs import Case, Output, add_noise, backend, collect, make_model
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, add_noise, backend, collect, make_model
 from tests.specdec.hooks import by_row
 
 POISON_SEED = 13
@@ -201,9 +202,61 @@ def test_a_step_too_large_for_memory_is_tried_again_in_parts(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error: device-side assert triggered"), torch.AcceleratorError("CUDA error: assert")]
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: assert"),
+    ],
 )
 def test_a_device_that_is_lost_is_not_contained(error: BaseException, failing_forward: list[BaseException]) -> None:
     failing_forward.append(error)
     with pytest.raises(DeviceLostError):
         collect(service(False, False), cases(0.0))
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, fail: Callable[[int], BaseException | None]) -> InProcessService:
+    """A service of recorded steps, whose launches of a size may fail, before or after the device has run it."""
+    recording = service(False, False)
+    limits = ExecutorLimits(max_rows=8, max_tokens=64, max_length=MAX_MODEL_LEN + 4, max_draft_tokens=3)
+    for machine in (recording.target, recording.drafter):
+        runner = machine._backend._runner  # type: ignore[union-attr]
+        runner.record_graphs(limits)
+        assert runner.is_recorded
+    launch = StepGraphs.launch
+
+    def launched(self: StepGraphs, size: int) -> PassOutput:
+        output = launch(self, size)
+        if (error := fail(size)) is not None:
+            raise error
+        return output
+
+    monkeypatch.setattr(StepGraphs, "launch", launched)
+    return recording
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+)
+def test_a_recorded_step_too_large_for_memory_is_tried_again_in_parts(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a driver or a library says of a graph's launch is no loss of the device."""
+    wanted = collect(service(False, False), cases(1.0))
+    kind, sizes = torch.AcceleratorError if text.endswith("memory") else RuntimeError, list[int]()
+
+    def fail(size: int) -> BaseException | None:
+        sizes.append(size)
+        return kind(text) if size > 16 or sizes.count(16) % 7 == 6 else None
+
+    scarce = recorded(monkeypatch, fail)
+    assert [output.tokens for output in collect(scarce, cases(1.0))] == [output.tokens for output in wanted]
+    report = scarce.target.metrics()
+    assert (report["num_errors"], report["num_failed_steps"]) == (0, 0)
+    assert len(sizes) > 20
+
+
+def test_a_device_that_is_lost_in_a_recorded_step_is_not_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        collect(recorded(monkeypatch, lambda _size: lost), cases(0.0))

@@ -113,6 +113,16 @@ def test_on_a_gpu_only_the_event_of_a_buffer_s_own_copy_is_waited_for(monkeypatc
     record.collect()
     assert done == [copied, copied, "waited for 1"]
 
+    def fail(_event: Event) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(Event, "synchronize", fail)
+    for _ in range(3):
+        with pytest.raises(torch.AcceleratorError):
+            record.collect()
+        record.download()
+    assert record.num_under_way == 1, "a step that failed on the device holds no buffer"
+
 
 def test_a_layout_takes_words_alone_and_each_name_once() -> None:
     with pytest.raises(ValueError, match="dtype of 'a' must be int32"):

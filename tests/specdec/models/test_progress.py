@@ -2,22 +2,21 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from specdec.core.types import StepProgress
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor import runner as runner_module
+from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.executor.snapshot_runner import SnapshotRunner
-from specdec.kernels.attention import AttentionContext, GroupStep, StepBounds, paged_attention
-from specdec.kernels.segmented import ReferenceAttention
+from specdec.kernels.progress import StepProgress
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
-from tests.specdec.kernels.steps import spread_step
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import make_recurrent
 
@@ -80,18 +79,77 @@ def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not(monk
     assert backends[0].last_progress() == 4.0
 
 
-@pytest.mark.xfail(strict=True, reason="part 17 item 7: a layer counts when it is launched, not when it is done")
-def test_a_layer_that_is_launched_and_not_done_is_no_progress() -> None:
-    """Nothing on the meta device is ever computed."""
-    progress = StepProgress()
-    query, pool = (torch.empty(shape, device="meta") for shape in ((1, 2, 3, 8), (2, 4, 2, 8)))
+class Gpu:
+    """A device that does what is launched when it is told to; its time is the number of what it has done."""
 
-    class Launched(ReferenceAttention):
-        def attend(self, queries: torch.Tensor, *_: object) -> torch.Tensor:
-            return torch.empty_like(queries)
+    device = torch.device("cuda")
 
-    context = AttentionContext(Launched, progress=progress)
-    step = spread_step([[0]], [0], [0], [3], 3).to(torch.device("meta"))
-    context.begin([GroupStep(step, step.place, 4)], StepBounds(4, 3, 1, 4))
-    paged_attention(nn.Module(), query, pool, pool, sliding_window=None, attention_context=context)
-    assert progress.num_layers == 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_launched, self.num_done, self.is_capturing, self.is_lost = 0, 0, False, False
+        gpu = self
+
+        class Event:
+            def record(self, _stream: object) -> None:
+                assert not gpu.is_capturing
+                gpu.num_launched += 1
+                self.number = gpu.num_launched
+
+            def query(self) -> bool:
+                if gpu.is_lost:
+                    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+                return self.number <= gpu.num_done
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        self.progress = StepProgress(lambda: float(self.num_done))
+
+    def launch(self, num_layers: int) -> None:
+        for _ in range(num_layers):
+            self.progress.advance(self.device)
+
+    @property
+    def seen(self) -> tuple[int, float]:
+        return self.progress.num_layers, self.progress.newest_s
+
+
+def test_what_is_launched_and_not_done_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    gpu.launch(4)
+    assert gpu.seen == (0, 0.0)
+    for gpu.num_done in (1, 3):
+        assert gpu.seen == (gpu.num_done, float(gpu.num_done))
+    gpu.launch(2)
+    assert gpu.seen == (3, 3.0), "it hangs, and more is launched"
+    gpu.num_done = 6
+    assert gpu.seen == (6, 6.0)
+    gpu.launch(1000)
+    gpu.num_done = 1005
+    assert gpu.seen == (1005, 1005.0), "of many launches the newest are kept"
+    gpu.launch(1)
+    gpu.is_lost = True
+    assert gpu.seen == (1005, 1005.0), "the step's own thread ends with the error"
+
+
+def test_what_is_captured_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    gpu.is_capturing = True
+    gpu.launch(4)
+    gpu.is_capturing = False
+    gpu.launch(1)
+    gpu.num_done = 1
+    assert gpu.seen == (1, 1.0)
+
+
+def test_a_recorded_step_counts_once_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that hangs: nothing of it is told until its end, so that its beginning is what time is taken from."""
+    runner = runner_of(prepare_model(make_model("llama"), "mine"))
+    runner.record_graphs(ExecutorLimits(max_rows=2, max_tokens=16, max_length=32))
+    gpu = Gpu(monkeypatch)
+    runner.progress = gpu.progress
+    runner.loaded = replace(runner.loaded, device=gpu.device)
+    for num_steps in (1, 2):
+        read(runner, 5)
+        assert gpu.seen == (num_steps - 1, num_steps - 1.0)
+        gpu.num_done += 1
+        assert gpu.seen == (num_steps, float(num_steps))
