@@ -56,7 +56,7 @@ class StepProgress:
             if number <= self._num_done:
                 return
             try:
-                is_done = event.query()
+                is_done = event.query()  # type: ignore[no-untyped-call]
             except RuntimeError:  # the device is lost, as the step's own thread will find
                 return
             if is_done:
