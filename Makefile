@@ -12,6 +12,9 @@ VLLM_READY := $(VLLM)/.ready-$(firstword $(shell cat pyproject.toml constraints.
 CLIENTS := $(VENV)/clients
 LIBRARIES := $(VENV)/openai2 $(VENV)/openai3
 CHECKOV := $(VENV)/checkov
+# What makes the site of docs/, the list of hashes, and a release: apart, too.
+SITE := $(VENV)/docs/.ready-$(firstword $(shell cat pyproject.toml | cksum))
+TOOLS := $(VENV)/tools/.ready
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -26,7 +29,7 @@ PYTHON ?=
 
 .PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu test-versions \
 	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
-	check format bench soak clean
+	check format docs tables lock dist release-check bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
@@ -43,6 +46,10 @@ help:
 	@echo "make test-versions    the fast tests with the oldest torch and transformers: ARGS='python3.12 python3.13'; 8 GB each"
 	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
 	@echo "make check            format, lint, types, import layers"
+	@echo "make docs             the site of docs/, into build/site; a broken link fails it"
+	@echo "make tables           the generated tables of keys and metrics in docs/, written again"
+	@echo "make lock             requirements.lock: every library of the service, with hashes"
+	@echo "make dist             the wheel and the source archive, into dist/"
 	@echo "make bench            speculation modes compared on the same work"
 	@echo "make format           put the source into the project's format"
 	@echo "make clean            remove .venv and everything that was generated"
@@ -55,7 +62,7 @@ serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
 
 # What starts no service and takes seconds; a bare pytest runs the same (testpaths in pyproject.toml).
-FAST := tests/specdec tests/cluster tests/test_documents.py tests/test_imports.py
+FAST := tests/specdec tests/cluster tests/test_documents.py tests/test_imports.py tests/test_project.py
 # What starts no service and takes minutes.
 THOROUGH := tests/thorough tests/deployments tests/k8s tests/benchmarks
 
@@ -151,6 +158,27 @@ format: $(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+docs: $(SITE)
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet --site-dir build/site
+	@echo "build/site/index.html"
+
+tables: $(SERVE)
+	@$(BIN)/python -m cluster.cli.keys docs/configuration.md
+	@$(BIN)/python -m deployments.metrics.families docs/metrics.md
+
+# Versions are those of constraints.txt; hashes are those of the package index, for every platform.
+lock: $(TOOLS)
+	@$(VENV)/tools/bin/uv pip compile pyproject.toml --extra otlp --extra redis --constraint constraints.txt --universal \
+		--python-version 3.11 --generate-hashes --no-annotate --quiet --custom-compile-command "make lock" --output-file requirements.lock
+
+dist: $(TOOLS)
+	@rm -rf dist
+	@$(VENV)/tools/bin/python -m build --outdir dist
+
+# Before a release: make release-check TAG=v0.1.0rc1
+release-check:
+	@.ci/release-check "$(TAG)"
+
 bench: $(SERVE)
 	@$(BIN)/python -m benchmarks.modes $(ARGS)
 
@@ -217,4 +245,18 @@ $(LIBRARIES): $(VENV)/%: tests/clients/%.txt
 	@echo "[setup] what $< lists"
 	@$(BIN)/python -m venv $@
 	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
+	@touch $@
+
+$(SITE): pyproject.toml | $(SERVE)
+	@echo "[setup] mkdocs-material"
+	@$(BIN)/python -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install --disable-pip-version-check --no-input --quiet \
+		$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@rm -f $(VENV)/docs/.ready-*
+	@touch $@
+
+$(TOOLS): | $(SERVE)
+	@echo "[setup] uv and build"
+	@$(BIN)/python -m venv $(VENV)/tools
+	@$(VENV)/tools/bin/python -m pip install --disable-pip-version-check --no-input --quiet uv build
 	@touch $@

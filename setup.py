@@ -1,5 +1,9 @@
-"""Puts the manifests for KubeRay into the wheel, as data of ``cluster``; all else is in ``pyproject.toml``."""
+"""Puts the manifests for KubeRay into the wheel, as data of ``cluster``, and the repository's address beside its name.
 
+All else is in ``pyproject.toml``.
+"""
+
+import os
 import shutil
 from pathlib import Path
 
@@ -24,4 +28,18 @@ class BuildWithManifests(build_py):
             )
 
 
-setup(cmdclass={"build_py": BuildWithManifests})
+def project_urls() -> dict[str, str]:
+    """Addresses on the package index: those of the repository that the release workflow runs in; none elsewhere."""
+    repository = os.environ.get("GITHUB_REPOSITORY")
+    if not repository:
+        return {}
+    address = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
+    return {
+        "Source": address,
+        "Documentation": f"{address}/tree/main/docs",
+        "Changelog": f"{address}/blob/main/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+
+
+setup(cmdclass={"build_py": BuildWithManifests}, project_urls=project_urls())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specdec.sampling.pipeline import LogitsProcessor
     from specdec.sampling.rows import RowGroup
 
-__version__ = "0.1.0"
+__version__ = "0.1.0rc1"
 
 __all__ = [
     "Adapter",

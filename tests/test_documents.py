@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import inspect
@@ -17,6 +18,7 @@ import pytest
 from cluster.cli.flags import flag_of
 from cluster.cli.keys import keys_table
 from cluster.cli.main import build_parser
+from cluster.cli.vllm_flags import ALIASES, INSTEAD, add_vllm_flags
 from cluster.config.app import ServiceConfig
 from cluster.config.base import validated
 from cluster.config.files import config_keys
@@ -29,9 +31,18 @@ DOCUMENTS = sorted(
     path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
+MOST_WORDS_OF_A_KEY = 15
+FLAGS_OF_OTHERS = ("--build-arg", "--device", "--help", "--read-only", "--secret", "--set", "--stop-timeout")
+"""Of docker, helm and scripts, that begin a code span."""
+
 
 def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def num_words(path: Path) -> int:
+    """Words with a letter or a digit in them: bars of tables are none."""
+    return sum(re.search(r"\w", word) is not None for word in path.read_text().split())
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -47,14 +58,25 @@ def commands(text: str) -> list[list[str]]:
 
 
 def test_the_table_of_keys_is_that_of_the_configuration() -> None:
-    text = (ROOT / "cluster/README.md").read_text()
-    assert "\n".join(keys_table()) in text, "run: python -m cluster.cli.keys cluster/README.md"
+    text = (ROOT / "docs/configuration.md").read_text()
+    assert "\n".join(keys_table()) in text, "run: make tables"
+
+
+def test_a_key_is_described_in_fifteen_words_at_most() -> None:
+    long = {path for path, field in config_keys() if len((field.description or "").split()) > MOST_WORDS_OF_A_KEY}
+    assert long == set()
+
+
+def test_documents_are_as_short_as_they_should_be() -> None:
+    assert num_words(ROOT / "README.md") <= 1_200
+    assert sum(num_words(path) for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")) <= 25_000
 
 
 def test_the_measured_rows_of_the_readme_are_copied() -> None:
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
-    measured = (ROOT / "benchmarks/README.md").read_text()
-    assert "\n".join(rows) in measured
+    section = (ROOT / "README.md").read_text().split("\n## How fast\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 4
+    assert "\n".join(rows) in (ROOT / "docs/measurements.md").read_text()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
@@ -103,12 +125,12 @@ def test_python_compiles(path: Path) -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_librarys_examples_run(index: int) -> None:
-    example = blocks((ROOT / "specdec/README.md").read_text(), "python")[index]
+    example = blocks((ROOT / "docs/library.md").read_text(), "python")[index]
     for role in ("target", "draft"):
         example = example.replace(f"path/to/{role}", str(demo_folder(role)))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(example, "specdec/README.md", "exec"), {})
+        exec(compile(example, "library.md", "exec"), {})
     assert printed.getvalue().count("\n") > (2 if index == 0 else 0)
 
 
@@ -119,22 +141,26 @@ def test_modules_that_are_run_exist(path: Path) -> None:
 
 
 def test_flags_that_documents_name_exist() -> None:
-    known = {flag_of(key) for key, _ in config_keys()}
-    text = "".join((ROOT / path).read_text() for path in ("README.md", "specdec/README.md", "deployments/README.md"))
+    known = {flag_of(key) for key, _ in config_keys()} | {"--config", "--overlay", "--out"} | set(ALIASES.values())
+    known |= {flag for action in add_vllm_flags(argparse.ArgumentParser()) for flag in action.option_strings}
+    text = "".join(path.read_text() for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "measurements.md"))
     named = set(re.findall(r"`(--[a-z-]+)", text))
-    assert named <= known | {"--config"}
+    assert "--speculative-config" in named
+    assert named - known - set(INSTEAD) == set(FLAGS_OF_OTHERS)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_files_that_are_named_exist(path: Path) -> None:
     if path.name == "CHANGELOG.md":  # it speaks of earlier versions, too
         return
-    named = re.findall(r"`((?:specdec|cluster|deployments|tests|benchmarks|examples|k8s)/[\w./-]+)`", path.read_text())
+    named = re.findall(
+        r"`((?:specdec|cluster|deployments|tests|benchmarks|examples|k8s|docs)/[\w./-]+)`", path.read_text()
+    )
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
 def test_clients_are_listed_at_the_versions_that_are_tested() -> None:
-    table = (ROOT / "deployments/README.md").read_text().split("\n## Clients\n")[1].split("\n## ")[0]
+    table = (ROOT / "docs/api.md").read_text().split("\n## Clients\n")[1].split("\n## ")[0]
     listed = dict(re.findall(r"^\| `([^`]+)` \| (\d[\d.]*) \|", table, flags=re.MULTILINE))
     files = [ROOT / f"tests/clients/{name}.txt" for name in ("requirements", "openai3", "openai2")]
     tested = [line.partition(">=") for file in files for line in file.read_text().splitlines() if ">=" in line]
@@ -151,5 +177,5 @@ def test_metrics_that_documents_name_exist() -> None:
 
 
 def test_the_keys_that_restart_nothing_are_listed() -> None:
-    sentence = (ROOT / "cluster/README.md").read_text().split("These keys restart nothing")[1].split(". ")[0]
+    sentence = (ROOT / "docs/configuration.md").read_text().split("These keys restart nothing")[1].split(". ")[0]
     assert re.findall(r"`([a-z_.]+)`", sentence)[1:] == list(LIVE_KEYS)

@@ -1,4 +1,4 @@
-"""The table of every configuration key, as it stands in ``cluster/README.md``."""
+"""The table of every configuration key, as it stands in ``docs/configuration.md``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,17 @@ def keys_table() -> Iterator[str]:
             default = field.get_default(call_default_factory=True)
             text = str(default).lower() if isinstance(default, bool) else default
             shown = "" if default in (None, {}, ()) else f"`{text}`"
-            allowed = allowed_range(field) or " or ".join(map(str, choices(field.annotation)))
+            allowed = _short(allowed_range(field)) or " or ".join(map(str, choices(field.annotation)))
             meaning = f"{field.description}{f' ({allowed})' if allowed else ''}".replace("|", "\\|")
             yield f"| `{path}` | `{flag_of(path)}` | {shown} | {meaning} |"
+
+
+def _short(allowed: str) -> str:
+    """A range in few words: ``1 to 64``, ``more than 0, to 60``, ``1 or more``."""
+    bounds = allowed.partition(", ")[2].replace("at least ", "").replace(" and at most ", " to ")
+    if bounds.startswith("more than "):
+        return bounds.replace(" to ", ", to ")
+    return bounds if " to " in bounds or not bounds else f"{bounds} or more"
 
 
 def _title(path: str) -> str:

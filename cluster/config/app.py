@@ -37,8 +37,7 @@ class Tracing(StrictModel):
     exporter: str | None = Field(
         None,
         pattern=r"^(file|otlp|[^\W\d][\w.]*:[^\W\d]\w*)$",
-        description="where OpenTelemetry traces of requests go: file (beside Serve's logs), otlp (a collector, over "
-        "HTTP; needs the extra otlp), or package.module:function that returns span processors; none: no traces",
+        description="where traces go: file, otlp, or package.module:function that makes span processors; none: nowhere",
     )
     endpoint: str | None = Field(
         None,
@@ -270,8 +269,7 @@ class AppArgs(StrictModel):
 
     demo: Demo = Field(
         "plain",
-        description="demo target where no target is given: attention alone; recurrent layers and attention; or, for "
-        "specdec serve, a model of 135M parameters that talks, which specdec demo make chat makes",
+        description="demo pair where no target is named: attention, hybrid, or the 135M model that chats",
     )
     target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
@@ -290,69 +288,59 @@ class AppArgs(StrictModel):
         256,
         ge=1,
         le=1 << 16,
-        description="most sequences in one forward pass; the cache is made for no more of full length",
+        description="most sequences in one forward pass; the cache is sized for no more",
     )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="part of a GPU's memory that weights, a step and an automatic cache may take, of both models where "
-        "they share it",
+        description="part of a GPU's memory for weights, steps and automatic caches, of both models together",
     )
     executor: Literal["auto", "graphs", "eager"] = Field(
         "auto",
-        description="how a GPU runs steps: recorded as CUDA graphs, or operator by operator; auto: graphs where "
-        "benchmarks.gpu has passed on such a GPU",
+        description="how a GPU runs steps; auto: graphs where benchmarks.gpu has passed on such a GPU",
     )
     skip_parity_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"
     )
     num_speculative_tokens: DraftLength = Field(
         "auto",
-        description=f"draft tokens per round of requests that name none, 0 to {MAX_NUM_SPECULATIVE_TOKENS}; auto: a "
-        "service measures and takes what gives the most tokens per second, one process drafts 4 in turn",
+        description=f"draft tokens a round where requests name none, 0 to {MAX_NUM_SPECULATIVE_TOKENS}; auto: measured",
     )
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
     speculation_mode: Literal["auto", "sequential", "overlap", "outcomes"] = Field(
         "auto",
-        description="how drafting and verification overlap: sequential drafts, then verifies; overlap drafts on while "
-        "the target verifies; outcomes prepares the likely outcomes of the verification as well; auto: the fastest, "
-        "overlap at a fixed length",
+        description="how drafting and verification overlap; auto: the fastest, or overlap at a fixed length",
     )
     num_branches: int = Field(
         16,
         ge=0,
         le=64,
-        description="outcomes that the drafter prepares for a sequence beside the likeliest, the most of them with "
-        f"auto; 0 is none; it holds {BRANCHES_IN_ALL} of all sequences together, shared evenly",
+        description=f"outcomes prepared beside the likeliest; {BRANCHES_IN_ALL} of all sequences, shared evenly",
     )
     drain_timeout_s: float = Field(
         120.0,
         ge=0,
         le=86400,
-        description="how long running requests may go on when the service or a replica has to stop; new requests "
-        "are refused meanwhile",
+        description="time that running requests have when the service or a replica stops",
     )
     affinity_slack: int = Field(
         2,
         ge=-1,
         le=65536,
-        description="with several targets a sequence goes to the one that has most of its prompt cached, half of it or "
-        "more, unless that one holds over so many sequences more than the least loaded; as far as its router knows; "
-        "-1: always to the least loaded",
+        description="more sequences than the least loaded target that a cached prompt justifies; -1: load alone",
     )
     stream_interval: int = Field(
         1,
         ge=1,
         le=1 << 16,
-        description="least tokens of a choice in an event of a stream, after its first: more of them cost less",
+        description="least tokens of a choice in a stream's event, after its first",
     )
     ui: Switch = Field(
         "auto",
-        description="the page /ui, which shows how an answer comes about; auto: on where specdec serve listens on "
-        "loopback",
+        description="serve the page /ui; auto: where specdec serve listens on loopback",
     )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="adapters by request")
@@ -374,22 +362,19 @@ class AppArgs(StrictModel):
     )
     tool_parser: ToolParser = Field(
         "auto",
-        description="how the model writes tool calls: hermes, llama3, response_template (the tokenizer's own), or as "
-        "package.module:name what makes a parser; auto: as its tokenizer or its chat template shows",
+        description="form of tool calls: hermes, llama3, response_template, package.module:name; auto: the template's",
     )
     reasoning_tags: ReasoningTagsSetting = Field(
         "auto",
-        description="the two tags around reasoning, with a comma between them; auto: those of the chat template; none: "
-        "reasoning is content",
+        description="the two tags around reasoning, as '<think>,</think>'; auto: the chat template's",
     )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",
-        description="fields of requests that the API does not know: ignored, counted and named in a header, or a 400",
+        description="unknown fields of requests: ignored and named in a header, or a 400",
     )
     unsupported_tools: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="tools of /v1/responses that are no functions (web_search, custom, ...): a 400, or left out and "
-        "named in the header x-specdec-ignored-fields",
+        description="tools of /v1/responses that are no functions: a 400, or left out",
     )
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"
@@ -402,13 +387,11 @@ class AppArgs(StrictModel):
     )
     backend: Backend = Field(
         None,
-        description="for benchmarks and tests: a function that wraps or replaces what a worker runs its model by, as "
-        "package.module:name or package.module:name:argument=value,...",
+        description="for benchmarks: package.module:name[:argument=value,...] that wraps or replaces a worker backend",
     )
     extensions: Extensions = Field(
         default_factory=dict,
-        description="keys of your own code, as {package.module:name: {key: value}}: name is a subclass of "
-        "cluster.config.base.StrictModel, which checks them; args.extension(name) gives them",
+        description="keys of your own code, as {package.module:name: {key: value}}, checked by that StrictModel",
     )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
     log_format: LogFormat = Field(
@@ -523,8 +506,7 @@ class ServiceConfig(AppArgs):
     )
     separate_draft: bool = Field(
         False,
-        description="for specdec render: the draft model as a Serve application of its own, so that a change of one "
-        "model's keys, such as its quantization, leaves the other running; requests cannot name it as their model then",
+        description="for specdec render: make the draft model a Serve application of its own",
     )
     tls: Tls = Field(default_factory=Tls, description="HTTPS")
     tracing: Tracing = Field(default_factory=Tracing, description="OpenTelemetry traces")

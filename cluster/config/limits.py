@@ -30,30 +30,25 @@ class Limits(StrictModel):
     max_total_tokens: int | None = Field(
         1 << 26,
         ge=1,
-        description="tokens of all requests of one ingress together, prompts and longest outputs; beyond it 429; at 4 "
-        "bytes a token the default bounds what an ingress and its router keep of them to 256 MiB each; none: no bound",
+        description="prompt and output tokens of one ingress's requests together; beyond it 429; none: no bound",
     )
     max_logprobs: int = Field(
         MAX_LOGPROBS,
         ge=0,
         le=MAX_LOGPROBS,
-        description="alternatives per token that a request may ask for by logprobs, top_logprobs or prompt_logprobs; "
-        "beyond it 400",
+        description="alternatives per token that a request may ask for; beyond it 400",
     )
     max_prompt_logprobs_tokens: int = Field(
         1 << 15,
         ge=1,
         le=1 << 30,
-        description="prompt tokens, all prompts together, of a request that asks for their log probabilities; beyond "
-        "it 400; with 20 alternatives the answer has about 1.4 kB a token, and takes several times that to write",
+        description="prompt tokens of a request that asks for their log probabilities; beyond it 400",
     )
     max_share_per_key: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of the sequences and of the waiting places that one API key may hold while requests of "
-        "others wait; what nobody else wants is anybody's; and of the bytes and tokens that it may hold at all, but "
-        "for a single request; 0.5 where there are several keys, else 1",
+        description="most of an ingress that one API key may hold; default 0.5 with several keys",
     )
     max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
     max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
@@ -68,23 +63,19 @@ class Limits(StrictModel):
         300.0,
         gt=0,
         le=86400,
-        description="longest wait of a request for its first token, from its arrival on, and for each further one; "
-        "then 503 with code queue_timeout and Retry-After, in a stream an error event",
+        description="longest wait for the first token, or for each further one; then 503",
     )
     request_timeout_s: float | None = Field(
         None,
         gt=0,
         le=604800,
-        description="longest time from a request's arrival to the end of its answer; then 504 with code "
-        "request_timeout, in a stream an error event; the header x-request-timeout-seconds, less half a second, may "
-        "shorten it; none: no bound. Serve's own request_timeout_s must be larger, or unset",
+        description="longest time from a request's arrival to its answer's end; then 504; none: no bound",
     )
     stream_headers_after_s: float = Field(
         10.0,
         gt=0,
         le=86400,
-        description="a stream that still waits after so many seconds gets its headers; what fails later is an error "
-        "event in it",
+        description="a stream that still waits gets its headers then; later failures are error events",
     )
     stream_comment_every_s: float = Field(
         15.0, gt=0, le=86400, description="while a stream has nothing to send, it sends an SSE comment this often"
@@ -97,13 +88,12 @@ class Store(StrictModel):
 
     redis_url: str | None = Field(
         None,
-        description="Redis that keeps them beyond the life of the cluster, redis://host:6379/0 or rediss://...; its "
-        "password comes from the variable SPECDEC_REDIS_PASSWORD; none: an actor in the Ray cluster keeps them",
+        description="Redis for stored responses and loaded adapters; none: an actor in the Ray cluster",
     )
     key_prefix: str = Field(
         "specdec",
         pattern=r"^[\w.-]{1,64}$",
-        description="of all keys in Redis; services of the same name that share a Redis need different ones",
+        description="prefix of all keys in Redis; services of one name need different ones",
     )
 
     @field_validator("redis_url")
@@ -122,8 +112,7 @@ class ResponsesStore(StrictModel):
 
     enabled: bool = Field(
         False,
-        description="keep the responses of /v1/responses but those that say store: false, for previous_response_id "
-        "and GET; each API key sees its own",
+        description="keep responses of /v1/responses for previous_response_id and GET, unless store is false",
     )
     max_responses: int = Field(
         10_000, ge=1, le=10_000_000, description="responses at most; then the oldest of the API key go that has most"
@@ -180,17 +169,14 @@ class Access(StrictModel):
     api_keys_file: str | None = Field(
         None,
         min_length=1,
-        description="file with API keys, on every machine with an ingress: a line 'name: key' each, # for comments; "
-        "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call; a "
-        "file that has changed is read again within seconds",
+        description="file of API keys, a line 'name: key' each; read again when it changes",
     )
     admin_keys: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
-        (), description="names of the API keys that may quantize the models anew, and load adapters; none: nobody may"
+        (), description="names of the API keys that may load adapters and change quantization"
     )
     share_prefixes: SharePrefixes = Field(
         "key",
-        description="whose requests share cached prefixes: key: those of one API key; group: those of keys whose names "
-        "begin alike up to a slash, as team/anna and team/ben; all: everybody's; cache_salt still keeps apart",
+        description="whose requests share cached prefixes: one key's, those of a team/ prefix, or everybody's",
     )
     metrics_need_key: bool = Field(
         True, description="where there are API keys, ask for one at /metrics too; /health never does"
@@ -200,7 +186,7 @@ class Access(StrictModel):
     )
     allow_unauthenticated_ray: bool = Field(
         False,
-        description="start on a Ray cluster without token authentication, where whoever reaches its ports can run code",
+        description="start on a Ray cluster without token authentication, where anyone can run code",
     )
 
 

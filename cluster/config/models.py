@@ -68,10 +68,11 @@ class ModelConfig(StrictModel):
     )
     quantization: Quantization = Field(
         "none",
-        description="weights of linear layers in fewer bits, by torchao: int8, int4 (with dtype bfloat16) or fp8; "
-        "what a checkpoint says of itself holds without it",
+        description="hold linear layers' weights in fewer bits, by torchao; int4 needs dtype bfloat16",
     )
-    kv_cache_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
+    kv_cache_memory: MemoryAmount = Field(
+        "auto", description="cache memory: auto, a fraction of free memory, or an amount such as 512MiB"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -95,14 +96,12 @@ class TargetConfig(ModelConfig):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="with engine vllm: arguments of vLLM's EngineArgs, as quantization and tensor_parallel_size, but "
-        "for those that keys here say",
+        description="with engine vllm: further EngineArgs of vLLM, such as quantization or tensor_parallel_size",
     )
     python: str | None = Field(
         None,
         min_length=1,
-        description="with engine vllm: the Python of its environment, as .venv-vllm/bin/python; none: the one that "
-        "runs Ray there, as in an image of its own",
+        description="with engine vllm: its environment's Python, as .venv-vllm/bin/python; none: the one that runs Ray",
     )
     allow_untested: bool = Field(False, description="with engine vllm: take another version of it than the tested one")
 
@@ -152,12 +151,7 @@ class DraftConfig(ModelConfig):
 
     method: Annotated[str, BeforeValidator(draft_method)] = Field(
         "model",
-        description="model: a draft model; ngram: what followed where the end of the text occurred before, without a "
-        "draft model; medusa: heads on the target, without a draft model; package.module:name: your own drafter in "
-        "place of ngram, by a function from the configuration to a specdec.drafting.ngram.NewTokenDrafter; of several, "
-        "with a plus between them, what "
-        "gains most where num_speculative_tokens is auto, else prompt lookup goes first where a long match is found, "
-        "and heads draft where the draft model has said nothing",
+        description="who drafts: model, ngram, medusa, or package.module:name in place of ngram; several joined by +",
     )
     heads: str | None = Field(
         None, min_length=1, description="hub id or local folder of Medusa heads; the demo target's where none is given"
@@ -166,24 +160,20 @@ class DraftConfig(ModelConfig):
         0,
         ge=0,
         le=64,
-        description="most tokens of a draft of heads that is a tree, verified in one pass, on a target of attention "
-        "layers; with num_speculative_tokens auto, as many as are worth their time",
+        description="most tokens of a tree that Medusa heads draft; attention layers only",
     )
     parallel_drafting: bool = Field(
         False,
-        description="the draft model gives all draft tokens of a round in one pass: one that was taught to, as PARD's, "
-        "and whose config.json names its mask token",
+        description="the draft model gives a round's tokens in one pass; config.json names its mask token",
     )
     other_vocabulary: bool = Field(
         False,
-        description="take a draft model of another vocabulary than the target's: tokens that both have are drafted; "
-        "the draft model cannot be asked by its own name then",
+        description="allow a draft model with another vocabulary; tokens that both have are drafted",
     )
     pool: str | None = Field(
         None,
         min_length=1,
-        description="name of the application whose drafters draft, in place of a draft model of one's own; see "
-        "deployments.app:build_draft_pool",
+        description="application whose drafters draft, in place of a draft model of one's own",
     )
 
     @property
@@ -246,12 +236,11 @@ class LoraConfig(StrictModel):
 
     adapters: Annotated[tuple[AdapterConfig, ...], BeforeValidator(named_paths)] = Field(
         (),
-        description="adapters that are always there: name, path, and maybe draft, the path of an adapter for the draft",
+        description="adapters that are always there: name, path, and optionally draft, the draft's adapter",
     )
     models: Literal["auto", "target", "both"] = Field(
         "auto",
-        description="models that take adapters; auto: as adapters, folder and hub need; specdec render says "
-        "it, so that a change of adapters restarts nothing",
+        description="models that take adapters; auto: as adapters, folder and hub need",
     )
     folder: str | None = Field(
         None,

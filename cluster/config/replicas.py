@@ -15,9 +15,6 @@ MOST_REPLICAS = 1024
 _METRICS_INTERVAL_S, _LOOK_BACK_S = 1.0, 5.0
 """How often a replica reports its load to Serve, and over which time Serve takes the mean."""
 _HELP = f"a whole number, at least 1 and at most {MOST_REPLICAS}, or a range such as {{min: 1, max: 4}}"
-_SURGE = "surge: a new replica starts first, and the old one serves until it is ready; it needs room for both"
-_REPLACE = "replace: the old one stops first, and new requests wait until the new one is ready"
-_AUTO = "auto: surge where the cluster has room for one more when the configuration is applied, else replace"
 
 
 class ReplicaRange(StrictModel):
@@ -68,7 +65,7 @@ ReplicaCount = Annotated[int | ReplicaRange, BeforeValidator(replica_count)]
 class Replicas(StrictModel):
     """How many copies of each deployment run."""
 
-    target: ReplicaCount = Field(1, description=f"replicas of the target: {_HELP}")
+    target: ReplicaCount = Field(1, description="replicas of the target: a number, or a range such as {min: 1, max: 4}")
     draft: ReplicaCount = Field(1, description="replicas of the draft, where there is one; min may be 0")
     router: ReplicaCount = Field(1, description="replicas of the router")
     ingress: ReplicaCount = Field(1, description="replicas of the HTTP ingress")
@@ -84,7 +81,10 @@ class Replicas(StrictModel):
 class Updates(StrictModel):
     """What happens to running replicas when a change restarts them."""
 
-    target: Literal["auto", "surge", "replace"] = Field("auto", description=f"{_SURGE}; {_REPLACE}; {_AUTO}")
+    target: Literal["auto", "surge", "replace"] = Field(
+        "auto",
+        description="surge: new replicas start first; replace: old ones stop first; auto: as room allows",
+    )
     draft: Literal["auto", "surge", "replace"] = Field(
         "auto", description="the same for the draft; while it is replaced answers are the same, but slower"
     )

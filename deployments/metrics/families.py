@@ -1,6 +1,6 @@
 """Every family of metrics that the service has: the one list that code, table, dashboards and alerts go by.
 
-The table of every family of metrics, as it stands in ``deployments/metrics/README.md``.
+The table of every family of metrics, as it stands in ``docs/metrics.md``.
 """
 
 from __future__ import annotations

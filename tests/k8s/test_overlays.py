@@ -345,7 +345,7 @@ def test_redis_is_the_one_that_the_head_is_told_of():
 def test_secrets_are_named_and_explained(overlay):
     named = set(_named(built(overlay), {"secretKeyRef": "name", "secret": "secretName"}))
     assert named == {"specdec-hub"} | ({"specdec-api-keys", "specdec-redis"} if overlay in PROD else set())
-    text = (K8S / "README.md").read_text()
+    text = (K8S.parent / "docs/deploy-kubernetes.md").read_text()
     assert all(f"secret generic {name}" in text for name in named)
 
 

@@ -1,4 +1,4 @@
-"""Values of one's own on top of an overlay, and the commands of ``k8s/README.md`` in a clean clone."""
+"""Values of one's own on top of an overlay, and the commands of ``docs/deploy-kubernetes.md`` in a clean clone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from cluster.cli.main import main
 from tests.k8s.overlays import kubectl, ray_service
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "k8s" / "README.md").read_text()
-FROM_A_LAPTOP = (ROOT / "README.md").read_text().partition("\n## From a laptop to a cluster\n")[2].partition("\n## ")[0]
+PAGE = (ROOT / "docs/deploy-kubernetes.md").read_text()
+FROM_A_LAPTOP = (
+    (ROOT / "docs/deploy-ray.md")
+    .read_text()
+    .partition("\n## One file, from a laptop to a cluster\n")[2]
+    .partition("\n## ")[0]
+)
 
 
 def indented(text: str) -> list[str]:
@@ -24,8 +29,8 @@ def indented(text: str) -> list[str]:
     return ["".join(line.removeprefix("    ") for line in block.splitlines(keepends=True)) for block in found]
 
 
-def test_the_patches_that_the_readme_shows(tmp_path: Path) -> None:
-    (shown,) = [block for block in indented(README) if block.startswith("images:")]
+def test_the_patches_that_the_page_shows(tmp_path: Path) -> None:
+    (shown,) = [block for block in indented(PAGE) if block.startswith("images:")]
     service = tmp_path / "service.yaml"
     service.write_text("target: my/target\ndraft: my/draft\ntracing: {exporter: file}\n")
     assert main(["render", str(service), "--overlay", "prod", "--out", str(tmp_path / "mine")]) == 0
@@ -37,7 +42,7 @@ def test_the_patches_that_the_readme_shows(tmp_path: Path) -> None:
     assert draft["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
     assert (front["maxReplicas"], target["maxReplicas"]) == (5, 8)
     images = [group["template"]["spec"]["containers"][0]["image"] for group in (front, target)]
-    assert images == ["registry.example.org/specdec:0.1.0", "registry.example.org/specdec:0.1.0-cuda"]
+    assert images == ["registry.example.org/specdec:0.1.0rc1", "registry.example.org/specdec:0.1.0rc1-cuda"]
     args = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]
     assert args["target"] == {"model": "my/target"}
     assert args["actors"]["target"]["label_selector"] == {"role": "target"}
@@ -77,7 +82,7 @@ def ran(clone: Path, *lines: str) -> str:
 
 
 def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
-    typed = commands(README)
+    typed = commands(PAGE)
     assert len(typed) == 6
     printed = ran(tmp_path / "clone", *typed, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 13")
     assert "serveConfigV2" in printed

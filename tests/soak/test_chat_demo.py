@@ -13,10 +13,10 @@ import pytest
 
 from tests.integration.running import RunningService
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+QUICKSTART = (Path(__file__).resolve().parents[2] / "docs/quickstart.md").read_text()
 
 
-def test_the_model_that_talks_answers_readmes_question_in_a_sentence(tmp_path: Path) -> None:
+def test_the_model_that_talks_answers_the_quickstarts_question_in_a_sentence(tmp_path: Path) -> None:
     home = tmp_path / "home"
     made = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "demo", "make", "chat"],
@@ -26,7 +26,7 @@ def test_the_model_that_talks_answers_readmes_question_in_a_sentence(tmp_path: P
     )
     if made.returncode:
         pytest.skip(f"the package index gives no model: {made.stderr}")
-    question = re.search(r'Asked "([^"]+)" it says', README)
+    question = re.search(r'Asked "([^"]+)" it says', QUICKSTART)
     assert question is not None
     service = RunningService("--demo", "chat", environment={"HF_HOME": str(home)})
     try:

@@ -67,7 +67,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("reasoning_tags", "<think>", "two tags with a comma between them"),
     ("reasoning_tags", "a,b,c", "two tags"),
     ("reasoning_tags", True, NO_SWITCH),
-    ("tracing.exporter", "jaeger", "file (beside Serve's logs), otlp"),
+    ("tracing.exporter", "jaeger", "file, otlp, or package.module:function"),
     ("tracing.exporter", "a.b:", "package.module:function"),
     ("tracing.endpoint", "localhost:4318", "as in http://localhost:4318"),
     ("tracing.sampling_ratio", "1.5", "at least 0 and at most 1"),

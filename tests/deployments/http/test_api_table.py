@@ -1,4 +1,4 @@
-"""``deployments/README.md`` says of every field what the schemas say."""
+"""``docs/api-fields.md`` says of every field what the schemas say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import deployments
 from deployments.http.routes.completions import DetokenizeBody, TokenizeBody
 from deployments.http.schemas.chat import ChatBody, CompletionBody, TemplatedBody
 from deployments.http.schemas.common import SamplingBody
@@ -24,7 +23,8 @@ from deployments.http.schemas.responses import ResponsesBody
 
 from .conftest import Bench
 
-README = (Path(deployments.__file__).parent / "README.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "api-fields.md").read_text()
 NAME = re.compile(r"`([a-z_]+)`")
 ROW = re.compile(r"^\| (`[a-z_`, ]+`) \| (served|ignored|refused) \| ?(.*?) ?\|$", re.MULTILINE)
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -33,7 +33,7 @@ VALUE = re.compile(r"`([^`]+)`")
 
 def rows(heading: str) -> list[tuple[str, str, str]]:
     """Name, what becomes of it, and the rest, of the table under a heading."""
-    text = README.split(f"### {heading}\n")[1].split("\n#")[0]
+    text = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
     return [(name, kind, rest) for names, kind, rest in ROW.findall(text) for name in NAME.findall(names)]
 
 
@@ -77,13 +77,17 @@ def test_a_response_has_rows_for_what_is_its_own() -> None:
 
 
 def test_messages_and_tokens() -> None:
-    told = README.split("In messages ")[1].split("\n\n")[0]
+    told = PAGE.split("In messages ")[1].split("\n\n")[0]
     assert set(NAME.findall(told)) == IGNORED_IN_MESSAGES | set(REFUSED_IN_MESSAGES)
     assert {name for name, _, _ in rows("Tokens")} == set(TokenizeBody.model_fields) | set(DetokenizeBody.model_fields)
 
 
 def test_every_endpoint_is_listed(bench: Bench) -> None:
-    listed = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", README.split("## Fields")[0]))
+    listed = set(
+        re.findall(
+            r"`(?:GET|POST) (/[^`]*)`", (DOCS / "api.md").read_text().split("## Every endpoint\n")[1].split("\n## ")[0]
+        )
+    )
     served = {path.replace("{name:path}", "{name}") for path in bench.app.openapi()["paths"]}
     assert served <= listed
     assert listed - served == {"/openapi.json", "/ui", "/v1/admin/quantization", *ADAPTERS}

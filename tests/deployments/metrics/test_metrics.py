@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-import deployments.metrics
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.http.observer import Observer
 from deployments.metrics.families import FAMILIES, REPORTED, Family, metrics_table, register
@@ -154,8 +153,8 @@ def test_a_metric_is_added_from_outside() -> None:
 
 
 def test_the_table_is_that_of_the_code() -> None:
-    text = (Path(deployments.metrics.__path__[0]) / "README.md").read_text(encoding="utf-8")
-    hint = "run: python -m deployments.metrics.families deployments/metrics/README.md"
+    text = (Path(__file__).resolve().parents[3] / "docs/metrics.md").read_text(encoding="utf-8")
+    hint = "run: python -m deployments.metrics.families docs/metrics.md"
     assert text.endswith("\n".join(metrics_table()) + "\n"), hint
 
 

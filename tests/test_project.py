@@ -1,0 +1,83 @@
+"""What the project is run by: workflows, hooks, versions and hashes agree with the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import specdec
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def steps(workflow: Path) -> list[tuple[dict, dict]]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [(job, step) for job in jobs for step in job["steps"]]
+
+
+def values(job: dict, name: str) -> list[str]:
+    """What a name of a job's matrix stands for."""
+    matrix = job["strategy"]["matrix"]
+    return matrix.get(name) or [row[name] for row in matrix["include"]]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_targets_that_exist(workflow: Path) -> None:
+    called = set()
+    for job, step in steps(workflow):
+        for target in re.findall(r"make ([a-z-]*(?:\$\{\{ matrix\.\w+ \}\})?)", step.get("run", "")):
+            fixed, _, name = target.partition("${{ matrix.")
+            called |= {fixed + value for value in values(job, name.removesuffix(" }}"))} if name else {fixed}
+    assert called
+    assert called <= TARGETS
+
+
+def test_every_slice_runs_at_night() -> None:
+    (job,) = [job for job, step in steps(ROOT / ".github/workflows/nightly.yml") if "slice-" in step.get("run", "")]
+    listed = subprocess.run([ROOT / ".ci/slices"], capture_output=True, text=True, check=True, timeout=30).stdout
+    assert values(job, "slice") == re.findall(r"^\d  (\w+):", listed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_to_a_version(workflow: Path) -> None:
+    used = [step["uses"] for _, step in steps(workflow) if "uses" in step]
+    assert [action for action in used if not re.fullmatch(r"[\w/-]+@v\d+\.\d+\.\d+", action)] == []
+
+
+def test_the_lock_has_the_versions_of_the_constraints_and_hashes_for_all() -> None:
+    constrained = dict(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    entries = re.split(r"\n(?=\w)", (ROOT / "requirements.lock").read_text())[1:]
+    locked = dict(re.match(r"([\w.-]+)==([^\s;]+)", entry).groups() for entry in entries)
+    shared = constrained.keys() & locked.keys()
+    assert {"torch", "transformers", "ray"} <= shared
+    assert {name: locked[name] for name in shared} == {name: constrained[name] for name in shared}, "run: make lock"
+    assert [entry.splitlines()[0] for entry in entries if "--hash=sha256:" not in entry] == []
+
+
+def test_a_release_needs_one_version_everywhere(tmp_path: Path) -> None:
+    """The check of a tag, on a copy of the files that it reads: the right one passes, and each other file fails it."""
+    for name in (".ci/release-check", "specdec/__init__.py", "Dockerfile", "k8s/components/pod/kustomization.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "CHANGELOG.md").write_text(f"## [{specdec.__version__.partition('rc')[0]}] - 2026-11-27\n")
+
+    def check(tag: str) -> tuple[int, str]:
+        command = ["bash", ".ci/release-check", tag]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        return done.returncode, done.stdout + done.stderr
+
+    tag = f"v{specdec.__version__}"
+    assert check(tag) == (0, f"{tag} can be released\n")
+    assert check(specdec.__version__)[0] == 1
+    for name in ("specdec/__init__.py", "Dockerfile", "k8s/components/pod/kustomization.yaml", "CHANGELOG.md"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace(specdec.__version__, "9").replace("## [", "## [9."))
+        code, said = check(tag)
+        assert (code, name in said) == (1, True), said
+        (tmp_path / name).write_text(text)
