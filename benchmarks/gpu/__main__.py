@@ -1,6 +1,6 @@
 """Exactness and times on a GPU, section by section; figures are printed as they come.
 
-    python -m benchmarks.gpu [--sections device,attention,tuning,sampling,executor,steps] [--json FILE]
+    python -m benchmarks.gpu [--sections device,attention,...] [--json FILE]
 
 A section that needs what is not installed says "not run". The run fails if a check of exactness does, or a section
 breaks; an aim that is missed fails nothing. The sections of kernels need torch, Triton and numpy alone.
@@ -26,6 +26,9 @@ SECTIONS = {
     "sampling": "the sampling kernels: noise, tokens, times",
     "executor": "steps recorded as CUDA graphs: tokens, times; this GPU's record, where all is right",
     "steps": "steps of an 8B target and a 1B draft with random weights over reading the weights once",
+    "exact": "the same tokens with 0, 4 and 8 draft tokens a round, in fp32; how often rounding decides in bf16",
+    "memory": "what recorded steps take beside the plan",
+    "faults": "memory that runs out, a device that hangs, is shared, or is lost",
 }
 
 

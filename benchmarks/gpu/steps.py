@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.device import read_bandwidth
 from benchmarks.gpu.report import Report
@@ -106,10 +106,15 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
 
 def make_model(fields: dict[str, object], device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """A model of a shape, made on its device with random weights."""
+    return prepare_model(random_model(fields, device, dtype), "random weights")
+
+
+def random_model(fields: dict[str, object], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The same as transformers has it."""
     config = AutoConfig.for_model("llama", max_position_embeddings=8192, **fields)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return prepare_model(model, "random weights")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
 
 
 def read_bytes(loaded: LoadedModel) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import attention, executor, sampling, steps, tuning
+from benchmarks.gpu import attention, exact, executor, faults, generation, memory, pairs, sampling, steps, tuning
 from benchmarks.gpu.report import Report
 from tests.specdec.kernels.interpreter import interpreted
 
@@ -88,3 +91,68 @@ def test_padded_steps_are_compared_and_timed() -> None:
     executor.run(report, CPU, "tiny", context=32)
     assert report.failures == []
     assert {"graph_target_step_64x8_ms", "graph_draft_step_1x1_ms"} <= report.figures.keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "figure"), [(exact, "exact_bf16_t1_k8_flips"), (memory, "memory_draft_graphs_mib")]
+)
+def test_sections_of_whole_models_run_without_a_gpu(section: Any, figure: str) -> None:
+    report = Report()
+    section.run(report, CPU, section.SMALL)
+    assert report.failures == []
+    assert figure in report.figures
+
+
+def test_other_tokens_are_found_and_judged_by_how_close_their_scores_are() -> None:
+    pair = generation.Pair(*pairs.near_pair(steps.SHAPES["tiny"]["draft"], CPU, torch.float32, 0.3), exact.SMALL.work)
+    prompts = exact.SMALL.work.prompts(256)
+    (texts, stats), runner = pair.generate(prompts, 1.0, 4), pair.runners["target"]
+    assert stats.num_tokens == 36
+    assert exact.difference(runner, prompts[1], 1, 1.0, texts[1], texts[1]) is None
+    other = [*texts[1][:5], (texts[1][5] + 1) % 256, *texts[1][6:]]
+    gap = exact.difference(runner, prompts[1], 1, 1.0, texts[1], other)
+    assert gap is not None
+    assert gap > exact.TIE
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_drafts_of_a_chain_are_accepted_at_the_rate_that_is_set(rate: float) -> None:
+    """Each token has one follower, whatever came before it."""
+    models = dict(pairs.chain_pair("tiny", CPU, torch.float32, rate))
+    work = generation.Work(num_rows=4, prompt_length=3, num_tokens=60)
+    pair = generation.Pair(models["target"], models["draft"], work)
+    texts, stats = pair.generate(work.prompts(256), 1.0, 1)
+    followers = {pair for text in texts for pair in itertools.pairwise(text)}
+    assert len(followers) == len({before for before, _ in followers})
+    assert stats.acceptance_rate == pytest.approx(rate, abs=0.2 if 0 < rate < 1 else 0)
+
+
+def test_faults_are_tried_out_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(faults, "CHILD_WORK", generation.Work(num_rows=2, prompt_length=4, num_tokens=8))
+    report = Report()
+    faults.check_out_of_memory(report, CPU, faults.SMALL)
+    faults.check_progress(report, CPU)
+    assert report.failures == []
+    last_lines = []
+    for what in ("generate", "generate", "assert"):
+        faults.main([what, "--device", "cpu"])
+        last_lines.append(capsys.readouterr().out.splitlines()[-1])
+    assert last_lines[0] == last_lines[1]
+    assert last_lines[0].startswith("tokens ")
+    assert last_lines[2] == "lost: the device can no longer be used: CUDA error: device-side assert triggered"
+
+
+def test_what_processes_of_their_own_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def child(what: str, _device: torch.device) -> subprocess.Popen[str]:
+        said.append(f"tokens {len(said)}" if what == "generate" else "it went on")
+        command = ["sh", "-c", f"echo ready; echo {said[-1]}"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    said: list[str] = []
+    monkeypatch.setattr(faults, "_child", child)
+    report = Report()
+    faults.check_processes(report, CPU)
+    faults.check_lost_device(report, CPU)
+    assert len(report.failures) == 3, "two processes, the one that is left, and the device"
