@@ -62,7 +62,7 @@ def test_tiles_are_timed_beside_those_of_the_table() -> None:
 
     report = Report()
     tuning.run(report, CPU, tuning.SMALL)
-    assert [*report.figures] == ["tuning_tiny_2x1_at_40_us", "tuning_tiny_2x1_at_40_us_over_least"]
+    assert [*report.figures] == ["tuning_tiny_1x1_at_8_us", "tuning_tiny_1x1_at_8_us_over_least"]
     table = tuning.Variant(tile_config(attention.make_shape((32, 8, 128), [(1, 1)], torch.bfloat16)), 256)
     # Eight tiles of which one is the table's, two lengths of segments, split never or always.
     assert len(tuning.variants(table)) == 1 + 7 + 2 + 2
