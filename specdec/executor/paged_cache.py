@@ -117,7 +117,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         pools, step = self._pools[layer_idx], self._steps[self._group_of[layer_idx]]
         slots = step.cache_slots(key_states.device)
         keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        self._write(keys, values, *pools, slots)
+        with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]  # Triton launches there
+            self._write(keys, values, *pools, slots)
         if layer_idx in self._latent:
             blocks = step.compacted(key_states.device).blocks
             keys, values = (pool.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for pool in pools)

@@ -140,11 +140,12 @@ class AttentionContext:
         if kernel is None:
             shape = AttentionShape(*dims, dtype, **self._bounds._asdict())
             kernel = self._kernels[kind] = self._make_kernel(shape, device)
-        if kind not in self._is_prepared:
-            step = self._steps[group]
-            kernel.prepare(step.compacted(device).step if is_latent else step.attention(device))
-            self._is_prepared.add(kind)
-        return kernel.attend(queries, key_pool, value_pool, layer)
+        with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]  # Triton launches there
+            if kind not in self._is_prepared:
+                step = self._steps[group]
+                kernel.prepare(step.compacted(device).step if is_latent else step.attention(device))
+                self._is_prepared.add(kind)
+            return kernel.attend(queries, key_pool, value_pool, layer)
 
 
 def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:

@@ -164,7 +164,8 @@ class KernelSampler:
 
     def _decide(self, logits: Tensor, staged: StagedStep, rows: Rows, scores: Tensor | None = None) -> None:
         self._make_room(rows)
-        self._kernels.decide(logits, staged.step, scores=scores, **staged.options)
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
+            self._kernels.decide(logits, staged.step, scores=scores, **staged.options)
 
     def _chosen(self, rows: Rows) -> Tensor:
         chosen: Tensor = self._kernels.chosen[: rows.num_rows]

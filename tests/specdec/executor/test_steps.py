@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from specdec.cache.blocks import CachedSequence
 from specdec.executor.derive import Deriver
 from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.paged_cache import write_by_operators
 from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels.attention import AttentionContext
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.models.loading import LoadedModel, prepare_model
 from tests.specdec.executor.test_derive import BREAKS
@@ -105,6 +107,35 @@ def test_a_layer_that_waits_or_copies_is_seen(name: str, device: torch.device) -
     rows = rows_of(runner, [sequence], [2], [1])
     with DeviceOnly(runner._steps.staging.words), pytest.raises(AssertionError, match="waits for the device or copies"):
         runner._launch(rows)
+
+
+def test_kernels_run_while_their_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, and a model may be on another one."""
+    current: list[Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class OnItsDevice(Nothing):
+        def attend(self, queries: Tensor, *rest: Any) -> Tensor:
+            assert current == [queries]
+            return super().attend(queries, *rest)
+
+    def write(keys: Tensor, *rest: Tensor) -> None:
+        assert current == [keys]
+        write_by_operators(keys, *rest)
+        written.append(len(keys))
+
+    written: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    runner = runner_of(on(CPU, "llama"))
+    runner._attention = AttentionContext(OnItsDevice)
+    runner._cache._write = write
+    runner.forward(rows_of(runner, [runner.new_sequence()], [3], [1]))
+    assert written == [3] * runner.loaded.config.num_hidden_layers
 
 
 @interpreted
