@@ -133,7 +133,8 @@ def _split_rows(runner: ModelRunner, rows: list[list[int]], long_piece: int, rng
                     raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}")
                 inputs.append(RowInput(sequence, tokens, len(tokens)))
                 kept.append((index, start, len(new)))
-            logits = torch.split(runner.forward(inputs), [row.num_logits for row in inputs])
+            # A recorded step gives memory that the next one writes again.
+            logits = torch.split(runner.forward(inputs).clone(), [row.num_logits for row in inputs])
             for (index, start, num_kept), values in zip(kept, logits, strict=True):
                 found[index].update(enumerate(values[:num_kept], start=start))
                 goes_on = start + num_kept < len(rows[index])

@@ -11,9 +11,10 @@ import torch
 
 from specdec.cache.blocks import CachedSequence
 from specdec.executor import records
-from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model
+from specdec.models.parity_check import check_admission
 from tests.specdec.executor.test_steps import CPU, on
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
@@ -32,6 +33,25 @@ def runners(family: str, limits: ExecutorLimits = LIMITS) -> tuple[ModelRunner, 
 def row(runner: ModelRunner, sequence: CachedSequence, tokens: list[int], num_logits: int, **more: object) -> RowInput:
     assert runner.reserve(sequence, len(sequence) + len(tokens))
     return RowInput(sequence, tokens, num_logits, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's logits lie where those of the step before lay, as a GPU's graphs have them."""
+    memory: dict[int, torch.Tensor] = {}
+
+    def launch(self: StepGraphs, size: int) -> PassOutput:
+        output = self._run(size)
+        kept = memory.setdefault(id(self), output.logits.new_empty(self._sizes[-1], output.logits.shape[1]))[:size]
+        return replace(output, logits=kept.copy_(output.logits))
+
+    monkeypatch.setattr(StepGraphs, "launch", launch)
+
+
+@pytest.mark.usefixtures("overwritten")
+def test_the_check_of_a_model_keeps_no_logits_that_the_next_step_overwrites() -> None:
+    padded, _ = runners("llama", replace(LIMITS, max_tokens=64))
+    check_admission(padded)
 
 
 def test_sizes_reach_to_all_rows_with_full_drafts() -> None:
