@@ -51,6 +51,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 15)
         work()
         return 1.0
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # which has made what the work reads
     with torch.cuda.stream(stream):
         for _ in range(3):
             work()

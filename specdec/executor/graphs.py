@@ -7,6 +7,7 @@ graph would compute can be tested there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from specdec.core.errors import reason_of
 from specdec.executor.derive import DerivedStep
+
+logger = logging.getLogger(__name__)
 
 _SIZES = (16, 32, 64, 128, 256, 512)
 _SIZE_STEP = 256
@@ -104,6 +107,7 @@ class StepGraphs:
                     for graph, _ in self._graphs.values():
                         graph.replay()  # takes what memory it still needs, and shows that it can be launched
             except Exception as error:  # of the model's code, a library, or a compiler of kernels
+                logger.info("A step cannot be recorded", exc_info=True)
                 self._graphs.clear()
                 self._kept = ()
                 torch.cuda.empty_cache()
@@ -115,17 +119,27 @@ class StepGraphs:
 
     def _record(self, sizes: Sequence[int]) -> None:
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
         for size in reversed(sizes):
             with torch.cuda.stream(stream):
                 for _ in range(_NUM_WARMUPS):
                     self._run(size)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may copy and allocate meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                output = self._keep(self._run(size))
+            graph, failure = torch.cuda.CUDAGraph(), None
+            try:
+                # Other threads of the process may copy and allocate meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    try:
+                        output = self._keep(self._run(size))
+                    except Exception as error:
+                        failure = error
+                        raise
+            except Exception as error:
+                # To end a capture that has failed fails too, which leaves its stream the current one.
+                torch.cuda.set_stream(current)
+                raise (failure or error) from None
             self._graphs[size] = graph, output
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
 
     def _keep(self, output: PassOutput) -> PassOutput:
         """Copy what is large into memory that all sizes share; what a graph has allocated is free for the next one."""

@@ -48,6 +48,22 @@ def test_what_breaks_or_is_missing_hides_no_other_section(
     assert "step_ms 3, 1.50 of the least 2 (aim 1.4: missed)" in out
 
 
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_gpu_is_recorded_where_every_section_has_run(monkeypatch: pytest.MonkeyPatch, is_missing: bool) -> None:
+    recorded: list[torch.device] = []
+
+    def run(report: Report, device: torch.device) -> None:
+        if is_missing:
+            raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "run", run)
+    monkeypatch.setattr(executor, "run", lambda report, device: None)
+    monkeypatch.setattr(executor, "write_record", lambda report, device: recorded.append(device))
+    assert script.main(["--sections", "attention,executor"]) == 0
+    assert len(recorded) == 1 - is_missing
+
+
 @interpreted
 def test_kernels_are_right_in_the_interpreter() -> None:
     report = Report()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +54,34 @@ def overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_check_of_a_model_keeps_no_logits_that_the_next_step_overwrites() -> None:
     padded, _ = runners("llama", replace(LIMITS, max_tokens=64))
     check_admission(padded)
+
+
+def test_a_capture_that_fails_says_why_and_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Capture(nullcontext[None]):
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def waits(size: int) -> PassOutput:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    current = [SimpleNamespace(wait_stream=lambda _: None)]
+    fakes = {
+        "mem_get_info": lambda _: (1, 1),
+        "device": lambda _: nullcontext(),
+        "Stream": lambda: SimpleNamespace(wait_stream=lambda _: None),
+        "stream": lambda _: suppress(RuntimeError),  # what fails in the capture has run before it
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": object,
+        "graph": lambda *_, **__: Capture(),
+        "current_stream": lambda: current[0],
+        "set_stream": current.append,
+        "empty_cache": lambda: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    failure = StepGraphs(waits, torch.device("cuda")).record((16,))
+    assert failure == "its step cannot be recorded: RuntimeError: operation not permitted when stream is capturing"
+    assert current == [current[0]] * 2
 
 
 def test_sizes_reach_to_all_rows_with_full_drafts() -> None:
