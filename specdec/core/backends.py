@@ -43,6 +43,7 @@ class VerifyJob(NamedTuple):
         parents: Where the draft is a tree, as in :class:`specdec.core.drafts.Draft`. A backend may verify less of
             it, such as a chain.
         wants_own: Whether what the backend itself proposes for the next round is of use.
+        most_own: How many tokens a backend with a draft model may draft in the place of ``draft`` in this step.
     """
 
     key: str
@@ -54,6 +55,7 @@ class VerifyJob(NamedTuple):
     room: int = 0
     parents: Tokens = ()
     wants_own: bool = True
+    most_own: int = 0
 
     @property
     def proposed(self) -> Draft:
@@ -75,6 +77,7 @@ class Verification:
         is_forced: Whether the draft was not the job's but the backend's own.
         reason: What went wrong, if the job has failed.
         next_draft: What the backend itself proposes after ``run``, if anything.
+        own: What it drafted itself in the place of the job's draft; None where that was verified.
     """
 
     status: Status
@@ -87,6 +90,7 @@ class Verification:
     is_forced: bool = False
     reason: str = ""
     next_draft: Draft = NO_DRAFT
+    own: Draft | None = None
 
 
 class TargetBackend(Protocol):

@@ -169,6 +169,10 @@ class DraftChooser(Protocol):
         """Whether a draft of the backend's own is of use in the next round."""
         ...
 
+    def most_own(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> int:
+        """How many tokens a draft model in the target's process should draft in the place of a draft; 0 for none."""
+        ...
+
     def judge(self, draft: Draft, accepted: Tokens, spec: SequenceSpec) -> None:
         """Learn what was accepted of a draft that was verified whole."""
         ...

@@ -29,6 +29,7 @@ from specdec.core.validation import (
 from specdec.drafting.length.plans import fixed_plan, no_drafts
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
+from specdec.engine.pair import PairedTarget
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, SpecStats, TokenEvent
 from specdec.engine.shares import pair_share
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -162,7 +163,8 @@ class SpeculativeEngine:
             validated_num_speculative_tokens(ngram.most, "ngram.most")
         self._fallback = fallback if draft is not None or ngram is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        self._service = InProcessService(target, draft, num_draft_tokens, ngram=ngram)
+        served = target if draft is None else PairedTarget(target, draft, num_draft_tokens)
+        self._service = InProcessService(served, None, num_draft_tokens, ngram=ngram)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer

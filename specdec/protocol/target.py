@@ -160,7 +160,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 room = 0 if sequence.suspects else self._room(sequence)
                 drafted = draft.tokens, sequence.spec, draft.candidates, draft.source
                 wants_own = self._chooser is None or self._chooser.wants_own(sequence.spec, len(sequences))
-                jobs.append(VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own))
+                most_own = self._most_own(sequence, draft, room, len(sequences))
+                jobs.append(VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own, most_own))
         if not jobs:
             return False
         try:
@@ -172,7 +173,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             return True
         for sequence, job, result in zip(deciding, jobs, results, strict=True):
             if result.status is Status.DECIDED:
-                draft = NO_DRAFT._replace(source="chain") if result.is_forced else job.proposed
+                draft = job.proposed if result.own is None else result.own
+                draft = NO_DRAFT._replace(source="chain") if result.is_forced else draft
                 self._commit(sequence, result, draft, now_s)
             elif result.status is Status.FAILED:
                 self._end_with_error(sequence, result.reason)
@@ -381,6 +383,16 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self.counters.num_used_offers += not kept.is_used
             kept.is_used = True
         return draft
+
+    def _most_own(self, sequence: TargetSequence, draft: Draft, room: int, num_rows: int) -> int:
+        """Most tokens that a draft model of the backend may draft in the place of a draft.
+
+        A chooser says what gains most. Without one an offer and a long match stay; a short match is replaced.
+        """
+        if room > 0 and self._chooser is not None:
+            return min(room, self._chooser.most_own(draft, sequence.spec, num_rows))
+        is_long = sequence.token_drafter is not None and sequence.token_drafter.is_long and bool(draft.tokens)
+        return 0 if is_long or draft.source in OFFERED else max(0, room)
 
     def _offered(self, sequence: TargetSequence) -> tuple[Draft, KeptOffer | None]:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6), and its offer."""

@@ -12,7 +12,7 @@ from specdec.core.drafts import NO_DRAFT, OFFERED, Draft, kept_share, nodes_of
 from specdec.core.messages import TokenKind, TokenSource, token_kind, token_source
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Tokens
-from specdec.drafting.length.modes import step_times
+from specdec.drafting.length.modes import StepTimes, step_times
 from specdec.drafting.ngram import LONG_MATCH
 
 MEMORY = 256.0
@@ -90,6 +90,10 @@ def tally(provenance: bytes, num_drafted: Sequence[int]) -> tuple[int, int, int]
 
 PROBE_EVERY = 64
 """One in so many choices is made as if nothing were known, and one in so many rounds without a draft has one."""
+PROBE_LENGTH = 2
+"""Of a draft model's draft where none is worth its time."""
+MOST_OWN = 16
+"""Longest draft that a draft model in the target's process is asked for where the request names no number."""
 REVIEW_EVERY = 32
 """After so many drafts sizes are chosen anew, by newer step times."""
 
@@ -105,14 +109,22 @@ class DraftGains:
 
     Args:
         metrics: Gives the newest step times, as :class:`specdec.engine.timing.StepMetrics` does.
+        draft_metrics: The same of a draft model in the target's process, of which each draft token takes a step.
     """
 
-    def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(
+        self,
+        metrics: Callable[[], Mapping[str, float]],
+        draft_metrics: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
         self._metrics = metrics
+        self._draft_metrics = draft_metrics
         self._times = step_times(metrics())
+        self._draft_times = StepTimes() if draft_metrics is None else step_times(draft_metrics())
         self._acceptance = Acceptance()
         self._sizes: dict[tuple[float, int | None, int], int] = {}
-        self._num_choices = self._num_cuts = self._num_rests = 0
+        self._num_choices = self._num_cuts = self._num_rests = self._num_own = 0
+        self._own_sizes: dict[tuple[float, int | None, int], int] = {}
 
     def best(self, drafts: Sequence[Draft], spec: SequenceSpec, num_rows: int) -> Draft:
         """The one that promises the most tokens a second; the first of those that promise as much."""
@@ -129,6 +141,30 @@ class DraftGains:
             return True
         self._num_rests += 1
         return self._num_rests % PROBE_EVERY == 0
+
+    def most_own(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> int:
+        """The length that promises the most tokens a second, if that is more than the draft promises.
+
+        Now and then a draft is made where none is worth it, to learn of it.
+        """
+        most = MOST_OWN if spec.num_speculative_tokens is None else spec.num_speculative_tokens
+        if self._draft_metrics is None or not most:
+            return 0
+        self._num_own += 1
+        if self._num_own % REVIEW_EVERY == 1:
+            self._times, self._draft_times = step_times(self._metrics()), step_times(self._draft_metrics())
+            self._own_sizes = {}
+        load, own = _load(spec, num_rows), Draft((0,) * most, source="chain")
+        if load not in self._own_sizes:
+            paces = self._paces(own, spec, num_rows)
+            self._own_sizes[load] = paces.index(max(paces))
+        best = self._own_sizes[load]
+        if self._num_own % PROBE_EVERY == 0:
+            return best or min(most, PROBE_LENGTH)
+        if best and draft.tokens:
+            is_better = self._paces(own, spec, num_rows)[best] > self._paces(draft, spec, num_rows)[-1]
+            return best if is_better else 0
+        return best
 
     def cut(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> Draft:
         """Of the backend's own draft as many of the first tokens as promise the most a second; all of it to learn."""
@@ -162,6 +198,9 @@ class DraftGains:
             shares[i] = shares[parent] * self._acceptance.rate(_source(draft, spec, place, rank), prior)
         sizes = [num_rows * (1 + i) for i in range(len(shares))]
         seconds = [self._times.at(num_rows, size) if self._times else 1.0 for size in sizes]
+        if draft.source in OFFERED and self._times and self._draft_times:
+            draft_s = self._draft_times.at(num_rows, num_rows)
+            seconds = [step_s + i * draft_s for i, step_s in enumerate(seconds)]
         return [tokens / step_s for tokens, step_s in zip(accumulate(shares.values()), seconds, strict=True)]
 
 

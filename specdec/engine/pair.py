@@ -1,0 +1,233 @@
+"""A target with a draft model in its process: one call drafts for every sequence, then verifies all drafts.
+
+No message carries a draft, and nothing of a draft outlives the step that it is made for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from specdec.core.backends import (
+    DraftBackend,
+    DraftJob,
+    Proposal,
+    Status,
+    TargetBackend,
+    Verification,
+    VerifyJob,
+)
+from specdec.core.drafts import Draft
+from specdec.core.errors import DeviceLostError
+from specdec.core.tokens import TokenBuffer, common_prefix_length
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the draft model was given of a sequence.
+
+    Attributes:
+        tokens: Committed tokens, and what was drafted after them.
+        agreed: How many of them its last job had.
+        is_decoding: Whether the target decided it in its last step: before that nothing is drafted.
+        is_suspect: Whether a draft step failed that it was in.
+        is_barred: Whether nothing more is drafted for it.
+    """
+
+    tokens: TokenBuffer = field(default_factory=TokenBuffer)
+    agreed: int = 0
+    is_decoding: bool = False
+    is_suspect: bool = False
+    is_barred: bool = False
+
+    def forget(self) -> None:
+        """The draft model holds nothing of it."""
+        self.tokens.truncate(0)
+        self.agreed = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Drafting:
+    """A job that is drafted for.
+
+    Attributes:
+        place: Of the job in the step.
+        num_tokens: How long its draft is to be.
+        drawn: The draft so far.
+    """
+
+    place: int
+    job: VerifyJob
+    sequence: _Sequence
+    num_tokens: int
+    drawn: list[Proposal] = field(default_factory=list)
+
+    def next_job(self) -> DraftJob:
+        """To propose what comes next in the draft."""
+        sequence, num_missing = self.sequence, self.num_tokens - len(self.drawn)
+        tokens, committed = sequence.tokens.array, len(self.job.log)
+        return DraftJob(
+            self.job.key, tokens, self.job.spec, sequence.agreed, num_committed=committed, num_tokens=num_missing
+        )
+
+    def take(self, proposal: Proposal) -> bool:
+        """Take what was proposed; whether the draft goes on after it.
+
+        A draft goes on after a token that ends the text: its length must not depend on what was drawn (rule 9).
+        """
+        if proposal.status is not Status.DECIDED:
+            return False
+        new = (proposal, *proposal.further)[: self.num_tokens - len(self.drawn)]
+        self.drawn += new
+        self.sequence.tokens.extend([one.token for one in new if one.token is not None])
+        return len(self.drawn) < self.num_tokens
+
+    def draft(self) -> Draft:
+        """What was drawn, under the rejection rule as far as it is known what it was drawn from."""
+        tokens = tuple(one.token for one in self.drawn if one.token is not None)
+        candidates = tuple(one.candidates for one in self.drawn if one.candidates is not None)
+        if self.job.spec.sampling.acceptance == "rejection":
+            tokens = tokens[: len(candidates)]
+        return Draft(tokens, candidates, "chain") if tokens else Draft()
+
+
+class PairedTarget:
+    """A :class:`specdec.core.backends.TargetBackend` that drafts for its own steps by a draft model beside it.
+
+    A job says how much may be drafted for it (``VerifyJob.most_own``). Nothing is drafted for a sequence before its
+    first token, or while it is read again: the draft model reads its prompt after that, a chunk in each step, as others
+    go on. What goes wrong in the draft model costs drafts, and no token.
+
+    Args:
+        target: Decides.
+        drafter: Drafts, over caches of its own.
+        num_draft_tokens: Length of a draft where the request names none, at most.
+    """
+
+    def __init__(self, target: TargetBackend, drafter: DraftBackend, num_draft_tokens: int) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._num_draft_tokens = num_draft_tokens
+        self._sequences: dict[str, _Sequence] = {}
+        self._num_failed_steps = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the target: a draft model that reads less drafts as far as it reads."""
+        return self._target.max_model_len
+
+    def metrics(self) -> dict[str, float]:
+        """What the target holds now, and how many steps of the draft model failed."""
+        return self._target.metrics() | {"num_failed_draft_steps": float(self._num_failed_steps)}
+
+    def last_progress(self) -> float:
+        """Monotonic time at which the newest layer of either model was done; from any thread."""
+        both = (getattr(backend, "last_progress", None) for backend in (self._target, self._drafter))
+        return max((progress() for progress in both if progress is not None), default=0.0)
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence, by both models."""
+        self._target.release(key)
+        self._drafter.release(key)
+        self._sequences.pop(key, None)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """Draft, and verify; see :meth:`specdec.core.backends.TargetBackend.verify`."""
+        drafts = self._drafts(jobs)
+        if drafts:
+            jobs = [
+                job._replace(draft=draft.tokens, candidates=draft.candidates, source=draft.source, parents=())
+                if (draft := drafts.get(place))
+                else job
+                for place, job in enumerate(jobs)
+            ]
+        results = self._target.verify(jobs)
+        for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            if result.status is Status.DECIDED:
+                self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
+                if place in drafts and not result.is_forced:
+                    results[place] = replace(result, own=drafts[place])
+            elif job.key in self._sequences:
+                self._sequences[job.key].is_decoding = False
+        return results
+
+    def _drafts(self, jobs: Sequence[VerifyJob]) -> dict[int, Draft]:
+        """The drafts of this step, by the place of their job."""
+        wanted = [one for place, job in enumerate(jobs) if (one := self._wanted(place, job)) is not None]
+        if not wanted:
+            return {}
+        for one in wanted:
+            _bring_to_log(one.sequence, one.job)
+        self._draw([one for one in wanted if not one.sequence.is_suspect])
+        # Those whose step failed are tried apart, one in a step.
+        suspect = next((one for one in wanted if one.sequence.is_suspect), None)
+        if suspect is not None:
+            self._draw([suspect])
+            suspect.sequence.is_suspect = not suspect.drawn
+        self._drafter.rest()
+        drafts = {one.place: one.draft() for one in wanted}
+        return {place: draft for place, draft in drafts.items() if draft.tokens}
+
+    def _wanted(self, place: int, job: VerifyJob) -> _Drafting | None:
+        """How much is to be drafted for a job; None for nothing."""
+        sequence, bound = self._sequences.get(job.key), job.spec.num_speculative_tokens
+        count = min(job.most_own, self._num_draft_tokens if bound is None else bound)
+        count = min(count, self._drafter.max_model_len + 1 - len(job.log))
+        if count <= 0 or sequence is None or not sequence.is_decoding or sequence.is_barred:
+            return None
+        return _Drafting(place, job, sequence, count)
+
+    def _draw(self, going: list[_Drafting]) -> None:
+        """Draw all tokens, a pass for each; prompts are read beside those that draw, and a chunk of them alone.
+
+        How many passes a draft gets depends on lengths and on room, and on nothing that was drawn.
+        """
+        for _ in range(max((one.num_tokens for one in going), default=0)):
+            jobs = [one.next_job() for one in going]
+            try:
+                proposals = self._drafter.propose(jobs)
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                self._contain(going, error)
+                return
+            unread: list[_Drafting] = []
+            drawing: list[_Drafting] = []
+            for one, job, proposal in zip(going, jobs, proposals, strict=True):
+                one.sequence.agreed = len(job.tokens)
+                if one.take(proposal):
+                    drawing.append(one)
+                elif proposal.status is Status.PREFILLING:
+                    unread.append(one)
+                elif proposal.status in (Status.FAILED, Status.SUSPECT):
+                    self._drafter.release(one.job.key)
+                    one.sequence.forget()
+                    one.sequence.is_barred = proposal.status is Status.FAILED or one.sequence.is_suspect
+                    one.sequence.is_suspect = True
+            going = [one for one in going if one in drawing or one in unread] if drawing else []
+            if not going:
+                return
+
+    def _contain(self, drafting: Sequence[_Drafting], error: Exception) -> None:
+        """A draft step has failed: nobody in it has a draft, and one that fails alone has none from now on."""
+        self._num_failed_steps += 1
+        logger.error("A draft step of %d sequences failed", len(drafting), exc_info=error)
+        for one in drafting:
+            self._drafter.release(one.job.key)
+            one.sequence.forget()
+            one.drawn.clear()
+            one.sequence.is_barred = one.sequence.is_suspect
+            one.sequence.is_suspect = True
+
+
+def _bring_to_log(sequence: _Sequence, job: VerifyJob) -> None:
+    """What was drafted and refused goes, and what was committed comes."""
+    tokens, log = sequence.tokens, job.log.tokens
+    start = min(len(tokens), len(log), job.spec.output_start)
+    same = common_prefix_length(tokens.array, log, start)
+    tokens.truncate(same)
+    tokens.extend(log[same:])
+    sequence.agreed = min(sequence.agreed, same)
