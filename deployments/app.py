@@ -21,7 +21,7 @@ from cluster.config.environment import api_keys, check_ray
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.config.replicas import ReplicaRange, scaling
 from cluster.launch.capacity import check_memory, gpu_bytes_of, plan_updates, ray_nodes
-from cluster.launch.placement import ActorShare, placement_of, ray_devices
+from cluster.launch.placement import ActorShare, placement_of, ray_devices, with_pair_placed
 from cluster.models.download import check_models
 from cluster.models.identity import fingerprints
 from cluster.models.sources import draft_source, read_template, target_source
@@ -60,7 +60,10 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     engine = check_engine(args)
     if engine is not None:
         logger.info(engine)
-    placement, nodes = placement_of(args, ray_devices(), can_grow=not is_local), ray_nodes()
+    devices = ray_devices()
+    if is_local:
+        args = with_pair_placed(args, devices)
+    placement, nodes = placement_of(args, devices, can_grow=not is_local), ray_nodes()
     check_memory(args, placement, nodes, gpu_bytes_of)
     parts: list[Part] = (
         ["target", "draft", "router", "ingress"] if args.has_own_draft else ["target", "router", "ingress"]

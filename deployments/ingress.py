@@ -210,7 +210,7 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     if not args.speculates:
         return ModelInfo(target, created_s=int(time.time()))
     # A draft model of another vocabulary cannot read what the service's tokenizer writes.
-    source = None if args.draft.other_vocabulary else draft_source(args)
+    source = draft_source(args) if args.has_own_draft and not args.draft.other_vocabulary else None
     name = f"{args.model_name}-draft"
     return ModelInfo(
         target,

@@ -51,7 +51,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         )
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack
-        self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_draft else ("target",)
+        self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_drafters else ("target",)
         groups = [_group(kind, args.draft.pool if kind == "drafter" else None) for kind in self._kinds]
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, on_seen=self._machine.worker_seen
@@ -107,7 +107,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     def _call_drafters(self) -> None:
         """Call for a drafter when one is wanted, where there may be none."""
-        if self._args.has_draft and not self._least["drafter"] and self._waker is None:
+        if self._args.has_drafters and not self._least["drafter"] and self._waker is None:
             self._waker = Waker(self._lacks_drafter, self._call_drafter)
             self._closers.append(self._waker.close)
 
@@ -133,7 +133,7 @@ def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:
 
 def planner_of(args: AppArgs) -> Planner | PlanController:
     """Who plans: the controller, or the same plan for all where the draft length is fixed."""
-    if not args.has_draft:
+    if not args.has_drafters:
         return no_drafts
     if args.num_speculative_tokens == "auto":
         modes = frozenset(MODES if args.speculation_mode == "auto" else ("off", args.speculation_mode))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -33,8 +33,9 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
 from specdec.drafting.length.estimates import DraftGains
-from specdec.engine.build import Built, build_drafter, build_target
+from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
+from specdec.engine.pair import PairedTarget
 from specdec.engine.timing import LastStep, StepMetrics, profile_drafter, profile_target
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
@@ -77,31 +78,46 @@ class TargetServer(_Worker):
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)
-        name, steps = replica_id(), StepMetrics()
+        name, steps, draft_steps = replica_id(), StepMetrics(), StepMetrics()
         own = fingerprints(args, of_draft=args.target.engine != "vllm")
+        drafter: DraftBackend | None = None
         with _startup() as say:
-            backend = backend_of(args, "target", partial(_target_backend, args, gpu_share, say))
+            shares = _pair_shares(args, gpu_share)
+            backend = backend_of(args, "target", partial(_target_backend, args, shares[0], say))
+            if args.is_paired:
+                drafter = backend_of(args, "draft", lambda: _draft_backends(args, shares[1], say)[0])
             if args.is_auto:
                 say(_TIMING)
                 profile_target(backend, steps.profiled)
+                if drafter is not None:
+                    profile_drafter(drafter, draft_steps.profiled)
         last_step = LastStep()
-        observed = ObservedTarget(backend, [last_step, steps])
+        observed: TargetBackend = ObservedTarget(backend, [last_step, steps])
+        if drafter is not None:
+            observed = PairedTarget(observed, ObservedDrafter(drafter, [draft_steps]), args.most_draft_tokens)
+
+        def worker_metrics() -> dict[str, float]:
+            of_steps = steps.metrics()
+            of_steps["busy_s"] += draft_steps.metrics()["busy_s"]
+            return observed.metrics() | of_steps | self.config_metrics()
+
+        chooses = args.is_auto and (args.is_paired or args.draft.method != "model")
         machine = TargetMachine(
             name,
             observed,
             args.protocol.times(),
-            lambda: observed.metrics() | steps.metrics() | self.config_metrics(),
+            worker_metrics,
             fingerprint=own.decision,
             last_interval=last_step.interval,
             ngram=ngram_options(args),
-            chooser=DraftGains(steps.metrics) if args.is_auto and args.draft.method != "model" else None,
+            chooser=DraftGains(steps.metrics, draft_steps.metrics if args.is_paired else None) if chooses else None,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
             step_timeout_s=args.step_timeout_s,
-            last_progress=getattr(backend, "last_progress", None),
+            last_progress=_last_progress(backend, drafter),
             fingerprints=own,
         )
         self._measure("target", machine, steps)
@@ -200,6 +216,18 @@ def _gpu_share(num_gpus: float) -> float:
     return min(1.0, num_gpus or 1.0)
 
 
+def _pair_shares(args: AppArgs, gpu_share: float) -> tuple[float, float]:
+    """Parts of the replica's GPU for its target, and for a draft model in its process."""
+    draft = draft_source(args) if args.is_paired else None
+    return (gpu_share, 0.0) if draft is None else pair_gpu_shares(target_source(args), draft, gpu_share)
+
+
+def _last_progress(*backends: TargetBackend | DraftBackend | None) -> Callable[[], float] | None:
+    """When the newest layer of any of some backends was done; None where none of them tells."""
+    found = [progress for one in backends if (progress := getattr(one, "last_progress", None)) is not None]
+    return (lambda: max(progress() for progress in found)) if found else None
+
+
 def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> TargetBackend:
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
@@ -219,7 +247,8 @@ def _draft_backends(args: AppArgs, gpu_share: float, say: Progress) -> tuple[Dra
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
     options = replace(backend_options(args, args.draft), device_share=gpu_share)
-    drafter, standalone, built = build_drafter(source, options, target_source(args), say)
+    target, has_branches = target_source(args), not args.is_paired
+    drafter, standalone, built = build_drafter(source, options, target, say, has_branches=has_branches)
     _report(built)
     return drafter, standalone
 

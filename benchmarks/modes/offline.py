@@ -22,11 +22,10 @@ from cluster.models.sources import (
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.params import SamplingParams
-from specdec.engine.build import build_drafter, build_target
+from specdec.engine.build import build_drafter, build_target, pair_gpu_shares
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.results import TokenEvent
-from specdec.engine.shares import pair_share
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 
@@ -94,17 +93,18 @@ def load_pair(
     """
     source, draft = target_source(args), draft_source(args)
     tokenizer = load_tokenizer(source)
-    width, share = tokenizer_width(tokenizer), pair_share(source, draft)
+    width = tokenizer_width(tokenizer)
+    shares = (1.0, 1.0) if draft is None else pair_gpu_shares(source, draft)
 
     def built_target() -> TargetBackend:
         check_one_process(args)
-        options = replace(backend_options(args, args.target, width), device_share=share)
+        options = replace(backend_options(args, args.target, width), device_share=shares[0])
         return build_target(source, options, report)[0]
 
     def built_drafter() -> DraftBackend:
         assert draft is not None
-        options = replace(backend_options(args, args.draft), device_share=share)
-        return build_drafter(draft, options, source, report)[0]
+        options = replace(backend_options(args, args.draft), device_share=shares[1])
+        return build_drafter(draft, options, source, report, has_branches=False)[0]
 
     steps: list[StepRecord] = []
     target = ObservedTarget(backend_of(args, "target", built_target), [steps.append], lambda: round(clock() * 1e9))

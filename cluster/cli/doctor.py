@@ -23,7 +23,7 @@ from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config.app import AppArgs
 from cluster.config.files import load_config
 from cluster.config.models import ModelConfig, mib
-from cluster.launch.placement import Devices, Placement, placement_of
+from cluster.launch.placement import Devices, Placement, placement_of, with_pair_placed
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.engine.shares import on_one_gpu
 from specdec.models.host_memory import host_memory
@@ -166,12 +166,15 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     devices = Devices(len(machine.gpus), machine.num_cpus)
     findings = Findings(machine, None)
     try:
+        args = with_pair_placed(args, devices)
         findings.placement = placement = placement_of(args, devices, can_grow=False)
     except InvalidParameterError as error:
         findings.problems.append(str(error))
         return findings
-    shares = placement.target.gpu_share, placement.draft.gpu_share
     source = target_source(args)
+    shares = placement.target.gpu_share, placement.draft.gpu_share
+    if args.is_paired and machine.gpus:
+        shares = _pair_shares(source, draft_source(args), machine.gpus[0].total_bytes, shares[0])
     if args.target.engine == "vllm":
         _examine_engine(args, findings)
     else:
@@ -181,7 +184,12 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     draft_model = draft_source(args)
     if draft_model is None:
         return findings
-    if len(machine.gpus) > 1 and draft_model.device_map is None and on_one_gpu(source, draft_model):
+    if (
+        len(machine.gpus) > 1
+        and not args.is_paired
+        and draft_model.device_map is None
+        and on_one_gpu(source, draft_model)
+    ):
         draft_model = replace(draft_model, device="cuda:1")  # a GPU of its own, as it will have in the service
     draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
     if draft is not None:
@@ -189,6 +197,14 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     if (findings.target is not None or findings.engine is not None) and draft is not None:
         _examine_pair(findings, source, draft_model, args)
     return findings
+
+
+def _pair_shares(
+    target: ModelSource, draft: ModelSource | None, total_bytes: int, gpu_share: float
+) -> tuple[float, float]:
+    from specdec.models.memory import pair_shares
+
+    return (gpu_share, gpu_share) if draft is None else pair_shares(target, draft, total_bytes, gpu_share)
 
 
 def _examined(

@@ -427,12 +427,31 @@ class AppArgs(StrictModel):
             raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
         if self.draft.has_heads and self.target.engine == "vllm":
             raise refused_key("draft.method", "draft.method: vLLM's engine takes no heads")
+        if self.is_paired:
+            self._check_paired()
         if self.lora.is_enabled and self.target.engine != "transformers":
             raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: ngram"
             raise refused_key("acceptance", needs)
         return self
+
+    def _check_paired(self) -> None:
+        """Refuse what a draft model in the target's process does not go with."""
+        key, says = "draft.placement", "draft.placement: same_process"
+        if not self.has_draft_model:
+            raise refused_key(key, f"{says} needs a draft model: give draft too")
+        if self.target.engine == "vllm":
+            raise refused_key(key, f"{says} needs our own engine: vLLM's target takes drafts of a separate draft model")
+        if self.draft.has_heads:
+            raise refused_key(key, f"{says}: heads draft in the target's process too: leave out one of both")
+        if self.speculation_mode in ("overlap", "outcomes"):
+            raise refused_key(key, f"{says} drafts and verifies in turn: leave out speculation_mode")
+        if self.draft.device not in ("auto", self.target.device) or self.draft.device_map is not None:
+            raise refused_key(key, f"{says} has the target's device: leave out draft.device and draft.device_map")
+        for section in ("actors", "replicas", "updates"):
+            if "draft" in getattr(self, section).model_fields_set:
+                raise refused_key(key, f"{says} has no replicas of the draft: leave out {section}.draft")
 
     def extension(self, model: type[M]) -> M:
         """The keys of a section from outside the tree, or its defaults where the configuration has none of it.
@@ -468,7 +487,7 @@ class AppArgs(StrictModel):
     @property
     def has_draft(self) -> bool:
         """Whether a draft model drafts, wherever it is."""
-        return self.has_own_draft or self.draft.pool is not None
+        return self.has_draft_model or self.draft.pool is not None
 
     @property
     def drafts_from_tokens(self) -> bool:
@@ -482,7 +501,22 @@ class AppArgs(StrictModel):
 
     @property
     def has_own_draft(self) -> bool:
-        """Whether a draft model is deployed with the target; a pool is an application of its own."""
+        """Whether a draft model is deployed beside the target; a pool is an application of its own."""
+        return self.has_draft_model and not self.is_paired
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the draft model is in the target's process."""
+        return self.draft.placement == "same_process"
+
+    @property
+    def has_drafters(self) -> bool:
+        """Whether there are processes that draft, wherever they are."""
+        return self.has_draft and not self.is_paired
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether there is a draft model of one's own, wherever it runs."""
         if self.draft.pool is not None or "model" not in self.draft.methods:
             return False
         return self.is_demo or self.draft.model is not None

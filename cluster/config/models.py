@@ -170,6 +170,12 @@ class DraftConfig(ModelConfig):
         False,
         description="allow a draft model with another vocabulary; tokens that both have are drafted",
     )
+    placement: Literal["auto", "same_process", "separate"] = Field(
+        "auto",
+        description="where a draft model of one's own runs: separate has replicas of its own; same_process is each "
+        "target's process, which drafts and verifies in turn without a message between; auto: same_process where both "
+        "would have parts of the only GPU, as specdec serve finds it, else separate",
+    )
     pool: str | None = Field(
         None,
         min_length=1,

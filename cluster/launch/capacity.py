@@ -106,10 +106,11 @@ def check_memory(args: AppArgs, placement: Placement, nodes: Sequence[Node], gpu
         known.update(zip((node.id for node in new), gpu_bytes(new), strict=True))
         return [known[node.id] for node in nodes]
 
-    if args.target.engine != "vllm":
-        _check("target", args, args.target, target_source(args), placement.target, nodes, asked_once)
     source = draft_source(args)
-    if source is not None:
+    if args.target.engine != "vllm":
+        beside = source if args.is_paired else None
+        _check("target", args, args.target, target_source(args), placement.target, nodes, asked_once, beside)
+    if source is not None and not args.is_paired:
         _check("draft", args, args.draft, source, placement.draft, nodes, asked_once)
 
 
@@ -160,7 +161,9 @@ def _check(
     share: ActorShare,
     nodes: Sequence[Node],
     gpu_bytes: GpuBytes,
+    beside: ModelSource | None = None,
 ) -> None:
+    """Of one model; ``beside`` is a draft model in the same process."""
     least = least_memory(source, on_gpu=share.num_gpus > 0)
     length = min(args.max_model_len or least.max_model_len, least.max_model_len)
     sequence_bytes = least.bytes_per_token * length
@@ -176,6 +179,8 @@ def _check(
     if not per_node or not all(per_node):
         return
     room = int(max(map(max, per_node)) * share.num_gpus)
+    if beside is not None:
+        room -= least_memory(beside, on_gpu=True).weights_bytes
     if least.weights_bytes + sequence_bytes > room:
         raise InvalidParameterError(
             f"{role}.model",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.config.app import ActorOptions, AppArgs
+from cluster.config.base import validated
 from cluster.config.models import ModelConfig, TargetConfig
 from cluster.config.replicas import most
 from specdec.core.errors import InvalidParameterError
@@ -180,6 +181,42 @@ def check_gpus(args: AppArgs) -> None:
         gpus_per_replica("draft", args.draft, args.actors.draft)
 
 
+def with_pair_placed(args: AppArgs, devices: Devices) -> AppArgs:
+    """The configuration with ``draft.placement: auto`` decided, where no node can come.
+
+    The draft model runs in the target's process where all replicas of both would have parts of one GPU: two processes
+    take turns there by milliseconds. Anything that only a process of its own can do keeps it apart.
+
+    Args:
+        args: The configuration.
+        devices: What there is.
+
+    Raises:
+        InvalidParameterError: As :func:`placement_of`.
+    """
+    if args.draft.placement != "auto" or not args.has_own_draft or devices.num_gpus != 1:
+        return args
+    placement = placement_of(args, devices, can_grow=False)
+    shares = placement.target.num_gpus, placement.draft.num_gpus
+    if not all(0 < share < 1 for share in shares):
+        return args
+    paired = args.model_dump(exclude_unset=True)
+    paired["draft"] = {**paired.get("draft", {}), "placement": "same_process"}
+    paired["draft"].pop("device", None)
+    for section in ("actors", "replicas", "updates"):
+        if section in paired:
+            paired[section] = {name: value for name, value in paired[section].items() if name != "draft"}
+    if args.actors.target.num_gpus is not None:
+        # What all replicas of both had is what those of the target have.
+        counts = most(args.replicas.target), most(args.replicas.draft)
+        whole = (counts[0] * shares[0] + counts[1] * shares[1]) / counts[0]
+        paired["actors"]["target"] = {**paired["actors"]["target"], "num_gpus": math.floor(1e4 * whole + 1e-6) / 1e4}
+    try:
+        return validated(type(args), paired, "")
+    except InvalidParameterError:
+        return args  # heads, another engine or another mode need a process of its own
+
+
 def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, can_grow: bool = True) -> Placement:
     """Share the devices out among the replicas of target and draft; router and ingress ask for no core unless told to.
 
@@ -215,10 +252,10 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
     none = ActorShare({"num_cpus": 0})
     return Placement(
         target=shares.get("target", none),
-        draft=shares.get("draft", none),
+        draft=shares.get("target" if args.is_paired else "draft", none),
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
-        remarks=tuple(_remarks(workers, shares, cpus, devices)),
+        remarks=tuple(_remarks(workers, shares, cpus, devices, args.is_paired)),
     )
 
 
@@ -358,10 +395,15 @@ def _share(options: ActorOptions, num_gpus: float, num_cpus: float) -> ActorShar
 
 
 def _remarks(
-    workers: Sequence[_Worker], shares: Mapping[Role, ActorShare], cpus: float, devices: Devices
+    workers: Sequence[_Worker], shares: Mapping[Role, ActorShare], cpus: float, devices: Devices, paired: bool
 ) -> Iterator[str]:
     shared = [f"{role} {share.gpu_share:g}" for role, share in shares.items() if share.gpu_share < 1]
-    if shared:
+    if paired:
+        yield (
+            "the draft model runs in the target's process (draft.placement): both are on one device, and draft and "
+            "verify in turn without a message between"
+        )
+    elif shared:
         yield (
             f"parts of a GPU for a replica: {', '.join(shared)}. Processes on one GPU take turns, unless NVIDIA's MPS "
             "runs: drafting and verifying then no longer overlap, and each waits for the other's steps"

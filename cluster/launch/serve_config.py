@@ -96,6 +96,8 @@ def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
         InvalidParameterError: There is no draft model, or it is not said who gets which devices.
     """
     key = "separate_draft"
+    if args.is_paired:
+        raise InvalidParameterError(key, f"{key}: draft.placement: same_process has it in the target's: leave one out")
     if not args.has_own_draft:
         raise InvalidParameterError(key, f"{key}: there is no draft model: leave it out, or name one")
     if args.actors.target.num_gpus is None or args.actors.draft.num_gpus is None:

@@ -52,7 +52,7 @@ def fingerprints(args: AppArgs, *, of_draft: bool = True) -> Fingerprints:
     return Fingerprints(
         decision=_deciding(args, args.target, target_path(args), vocabulary),
         vocabulary=vocabulary,
-        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if of_draft and args.has_own_draft else "",
+        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if of_draft and args.has_draft_model else "",
     )
 
 

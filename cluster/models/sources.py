@@ -32,7 +32,7 @@ def target_source(args: AppArgs) -> ModelSource:
 
 def draft_source(args: AppArgs) -> ModelSource | None:
     """Where the draft model comes from; None where there is none of one's own."""
-    return _source(args, args.draft, draft_path(args), args.lora.has_draft_adapters) if args.has_own_draft else None
+    return _source(args, args.draft, draft_path(args), args.lora.has_draft_adapters) if args.has_draft_model else None
 
 
 def read_template(file: str | None) -> str | None:

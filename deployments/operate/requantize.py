@@ -70,7 +70,7 @@ def described(args: AppArgs) -> dict[str, Any]:
     own = fingerprints(args)
     target = {"quantization": args.target.quantization, "fingerprint": own.decision}
     draft = {"quantization": args.draft.quantization, "fingerprint": own.draft}
-    return {"target": target, "draft": draft if args.has_own_draft else None}
+    return {"target": target, "draft": draft if args.has_draft_model else None}
 
 
 def requantized(args: AppArgs, target: Quantization | None, draft: Quantization | None) -> AppArgs:
@@ -81,7 +81,7 @@ def requantized(args: AppArgs, target: Quantization | None, draft: Quantization 
     """
     if target is None and draft is None:
         raise ApiError(400, "send target or draft, or both", param="target", code=INVALID)
-    if draft is not None and not args.has_own_draft:
+    if draft is not None and not args.has_draft_model:
         raise ApiError(400, "no draft model is deployed with this target", param="draft", code=INVALID)
     given = {"target.quantization": target, "draft.quantization": draft}
     changes = {key: value for key, value in given.items() if value is not None}

@@ -17,6 +17,7 @@ from specdec.core.types import Progress, Tokens
 from specdec.drafting.medusa import HeadDrafter, HeadsOptions, MedusaHeads, load_heads
 from specdec.engine.drafter import ModelDrafter, VocabularyMapper
 from specdec.engine.sequences import SequenceStates
+from specdec.engine.shares import on_one_gpu
 from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, measure_step
 from specdec.executor.graphs import ExecutorLimits
@@ -26,7 +27,7 @@ from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.kernels.segmented import MAX_TREE_TOKENS
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
-from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, plan_memory, window_for
+from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, pair_shares, plan_memory, window_for
 from specdec.models.parity_check import NUM_CHECKED_ROWS, NUM_CHECKED_TOKENS, AdmissionReport, check_admission
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from specdec.structured.compiler import Grammars
@@ -134,13 +135,29 @@ def build_target(
     return backend, built
 
 
+def pair_gpu_shares(target: ModelSource, draft: ModelSource, share: float = 1.0) -> tuple[float, float]:
+    """Parts of a GPU for both models of a pair in this process, of what the process has of it.
+
+    All of it for each where the two do not meet on a GPU.
+    """
+    if not torch.cuda.is_available() or not on_one_gpu(target, draft):
+        return share, share
+    return pair_shares(target, draft, torch.cuda.mem_get_info()[1], share)
+
+
 def build_drafter(
-    source: ModelSource, options: BackendOptions, target: ModelSource, progress: Progress | None = None
+    source: ModelSource,
+    options: BackendOptions,
+    target: ModelSource,
+    progress: Progress | None = None,
+    *,
+    has_branches: bool = True,
 ) -> tuple[ModelDrafter, ModelTarget, Built]:
     """Load a model and make a drafter of it, and a target over the same caches, for those who ask the model itself.
 
     A draft model that reads less than ``options.max_model_len`` drafts as far as it reads; one that reads more than its
-    target needs no cache for it. Raises like :func:`build_target`, and:
+    target needs no cache for it. One that drafts no branches (``has_branches``) needs no room for them. Raises like
+    :func:`build_target`, and:
 
     Raises:
         IncompatiblePairError: It cannot draft for the target.
@@ -149,11 +166,14 @@ def build_drafter(
     if progress is not None:
         for note in pair.notes:
             progress(note)
-    options = replace(options, vocab_size=pair.draft_vocab_size, heads=None)
+    options = replace(
+        options, vocab_size=pair.draft_vocab_size, heads=None, max_draft_tokens=options.num_step_tokens - 1
+    )
     if options.max_model_len is None and pair.mapping is None:
         options = replace(options, max_model_len=describe_model(target).max_model_len)
     mapped = None if pair.mapping is None else pair.vocab_size
-    built = _build(source, options, None, progress, num_branches=NUM_BRANCH_SLOTS, mapped_vocab_size=mapped)
+    num_branches = NUM_BRANCH_SLOTS if has_branches else 0
+    built = _build(source, options, None, progress, num_branches=num_branches, mapped_vocab_size=mapped)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
@@ -169,7 +189,7 @@ def build_drafter(
         runner,
         sampler,
         states=states,
-        max_num_seqs=options.max_num_seqs + NUM_BRANCH_SLOTS,
+        max_num_seqs=options.max_num_seqs + num_branches,
         mapper=mapper,
         mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
         num_step_tokens=options.num_step_tokens,
@@ -318,12 +338,11 @@ def _executor_limits(
     if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
         return None
     tree_tokens = 0 if options.heads is None else options.heads.tree_tokens
-    max_draft_tokens = options.num_step_tokens - 1 if num_branches else max(options.max_draft_tokens, tree_tokens)
     return ExecutorLimits(
         max_rows=max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches),
         max_tokens=max(NUM_CHECKED_TOKENS, _max_num_batched_tokens(loaded, options)),
         max_length=max(NUM_CHECKED_TOKENS, max_model_len + MAX_TREE_TOKENS),  # a tree's tokens lie one after another
-        max_draft_tokens=max_draft_tokens,
+        max_draft_tokens=max(options.max_draft_tokens, tree_tokens),
         has_trees=options.heads is not None,
     )
 

@@ -28,10 +28,9 @@ from specdec.core.validation import (
 )
 from specdec.drafting.length.plans import fixed_plan, no_drafts
 from specdec.drafting.ngram import NgramOptions
-from specdec.engine.build import BackendOptions, build_drafter, build_target
+from specdec.engine.build import BackendOptions, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.pair import PairedTarget
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, SpecStats, TokenEvent
-from specdec.engine.shares import pair_share
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine, TokenDelta
@@ -163,7 +162,7 @@ class SpeculativeEngine:
             validated_num_speculative_tokens(ngram.most, "ngram.most")
         self._fallback = fallback if draft is not None or ngram is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        served = target if draft is None else PairedTarget(target, draft, num_draft_tokens)
+        served = target if draft is None else PairedTarget(target, draft, num_draft_tokens, drafts_first=True)
         self._service = InProcessService(served, None, num_draft_tokens, ngram=ngram)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
@@ -194,8 +193,8 @@ class SpeculativeEngine:
             draft: The model that proposes; None decodes plainly.
             num_speculative_tokens: Draft tokens per round where a call names none.
             ngram: How drafts are made from the text itself; None makes none.
-            options: How the target is run. Where both models are on one GPU, each gets an equal share of it, unless its
-                options name another.
+            options: How the target is run. Where both models are on one GPU, their caches hold as many tokens each,
+                unless their options name shares.
             draft_options: How the draft is run; by default like the target.
             progress: Given a line for each stage.
 
@@ -205,15 +204,15 @@ class SpeculativeEngine:
             MemoryPlanError: A cache cannot hold one sequence.
         """
         tokenizer = load_tokenizer(target)
-        share = pair_share(target, draft)
+        shares = (1.0, 1.0) if draft is None else pair_gpu_shares(target, draft)
         options = replace(options or BackendOptions(), vocab_size=tokenizer_width(tokenizer))
         draft_options = draft_options or options
-        options = replace(options, device_share=options.device_share or share)
+        options = replace(options, device_share=options.device_share or shares[0])
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
-            draft_options = replace(draft_options, device_share=draft_options.device_share or share)
-            draft_backend, _, _ = build_drafter(draft, draft_options, target, progress)
+            draft_options = replace(draft_options, device_share=draft_options.device_share or shares[1])
+            draft_backend, _, _ = build_drafter(draft, draft_options, target, progress, has_branches=False)
         defaults = built.loaded.generation_defaults
         remark = defaults.remark(target.path)
         if remark is not None:

@@ -98,19 +98,23 @@ class PairedTarget:
     """A :class:`specdec.core.backends.TargetBackend` that drafts for its own steps by a draft model beside it.
 
     A job says how much may be drafted for it (``VerifyJob.most_own``). Nothing is drafted for a sequence before its
-    first token, or while it is read again: the draft model reads its prompt after that, a chunk in each step, as others
-    go on. What goes wrong in the draft model costs drafts, and no token.
+    first token, or while it is read again: the draft model reads its prompt after that, a chunk beside each pass of
+    those that draw. What goes wrong in the draft model costs drafts, and no token.
 
     Args:
         target: Decides.
         drafter: Drafts, over caches of its own.
         num_draft_tokens: Length of a draft where the request names none, at most.
+        drafts_first: Whether a sequence's first token may have a draft too: it comes later, and others sooner.
     """
 
-    def __init__(self, target: TargetBackend, drafter: DraftBackend, num_draft_tokens: int) -> None:
+    def __init__(
+        self, target: TargetBackend, drafter: DraftBackend, num_draft_tokens: int, *, drafts_first: bool = False
+    ) -> None:
         self._target = target
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
+        self._drafts_first = drafts_first
         self._sequences: dict[str, _Sequence] = {}
         self._num_failed_steps = 0
 
@@ -122,11 +126,6 @@ class PairedTarget:
     def metrics(self) -> dict[str, float]:
         """What the target holds now, and how many steps of the draft model failed."""
         return self._target.metrics() | {"num_failed_draft_steps": float(self._num_failed_steps)}
-
-    def last_progress(self) -> float:
-        """Monotonic time at which the newest layer of either model was done; from any thread."""
-        both = (getattr(backend, "last_progress", None) for backend in (self._target, self._drafter))
-        return max((progress() for progress in both if progress is not None), default=0.0)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence, by both models."""
@@ -173,10 +172,13 @@ class PairedTarget:
 
     def _wanted(self, place: int, job: VerifyJob) -> _Drafting | None:
         """How much is to be drafted for a job; None for nothing."""
-        sequence, bound = self._sequences.get(job.key), job.spec.num_speculative_tokens
+        bound = job.spec.num_speculative_tokens
         count = min(job.most_own, self._num_draft_tokens if bound is None else bound)
         count = min(count, self._drafter.max_model_len + 1 - len(job.log))
-        if count <= 0 or sequence is None or not sequence.is_decoding or sequence.is_barred:
+        if count <= 0:
+            return None
+        sequence = self._sequences.setdefault(job.key, _Sequence(is_decoding=self._drafts_first))
+        if not sequence.is_decoding or sequence.is_barred:
             return None
         return _Drafting(place, job, sequence, count)
 

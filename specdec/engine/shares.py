@@ -30,10 +30,5 @@ def on_one_gpu(target: ModelSource, draft: ModelSource | None) -> bool:
     return bool(target.device_map or draft.device_map) or _gpu(target.device) == _gpu(draft.device)
 
 
-def pair_share(target: ModelSource, draft: ModelSource | None) -> float:
-    """Part of a GPU that each model of a pair in one process has: all of it, or an equal share where they meet."""
-    return equal_share(1, 2) if on_one_gpu(target, draft) else 1.0
-
-
 def _gpu(device: str) -> str:
     return "cuda:0" if device in ("auto", "cuda") else device

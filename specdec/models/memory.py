@@ -377,6 +377,31 @@ def least_memory(source: ModelSource, *, on_gpu: bool) -> LeastMemory:
         return LeastMemory()  # the hub's cache may have a part of the files
 
 
+def pair_shares(target: ModelSource, draft: ModelSource, total_bytes: int, share: float = 1.0) -> tuple[float, float]:
+    """Parts of one GPU for a target and a draft model in one process: weights, and caches for as many tokens each.
+
+    Where the files do not tell, the two get equal parts.
+
+    Args:
+        target: The model that decides.
+        draft: The model that proposes.
+        total_bytes: Memory of the GPU.
+        share: Part of it that both have together.
+    """
+    both = [least_memory(source, on_gpu=True) for source in (target, draft)]
+    left = share * total_bytes - sum(one.weights_bytes for one in both)
+    growths = [one.bytes_per_token for one in both]
+    if not all(growths):
+        growths = [one.weights_bytes for one in both]  # layers that keep less than attention, or another amount
+    if left <= 0 or not all(one.weights_bytes for one in both):
+        return share / 2, share / 2
+    of_target, of_draft = (
+        (one.weights_bytes + left * growth / sum(growths)) / total_bytes
+        for one, growth in zip(both, growths, strict=True)
+    )
+    return of_target, of_draft
+
+
 def _least_memory(source: ModelSource, folder: Path, on_gpu: bool) -> LeastMemory:
     text = load_config(source).get_text_config(decoder=True)
     stored = getattr(text, "dtype", None)

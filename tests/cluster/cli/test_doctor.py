@@ -6,21 +6,25 @@ from typing import Any
 import pytest
 
 import cluster.cli.doctor
-from cluster.cli.doctor import Gpu, Hardware
+from cluster.cli.doctor import Findings, Gpu, Hardware, report
 from cluster.config.app import AppArgs
 from cluster.models.demos import demo_folder
 from specdec.core.errors import MemoryPlanError
 from specdec.engine import build
+from specdec.models.loading import ModelSource
+from specdec.models.memory import least_memory
+
+APART = {"placement": "separate"}
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "args", "expected"),
     [
-        (1, {}, [("target", "auto", 0.5), ("draft", "auto", 0.5)]),
-        (1, {"replicas": {"draft": 2}}, [("target", "auto", 1 / 3), ("draft", "auto", 1 / 3)]),
+        (1, {"draft": APART}, [("target", "auto", 0.5), ("draft", "auto", 0.5)]),
+        (1, {"replicas": {"draft": 2}, "draft": APART}, [("target", "auto", 1 / 3), ("draft", "auto", 1 / 3)]),
         (
             1,
-            {"actors": {"target": {"num_gpus": 0.8}, "draft": {"num_gpus": 0.2}}},
+            {"actors": {"target": {"num_gpus": 0.8}, "draft": {"num_gpus": 0.2}}, "draft": APART},
             [("target", "auto", 0.8), ("draft", "auto", 0.2)],
         ),
         (2, {}, [("target", "auto", 1.0), ("draft", "cuda:1", 1.0)]),
@@ -42,10 +46,46 @@ def test_each_model_has_the_share_of_the_service(
         asked.append((Path(source.path).name, source.device, options.device_share))
         raise MemoryPlanError("only noted")
 
-    machine = Hardware({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
-    monkeypatch.setattr(cluster.cli.doctor, "this_machine", lambda: machine)
     monkeypatch.setattr(build, "build_target", noted)
-    roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}
-    findings = cluster.cli.doctor.examine(AppArgs.model_validate(args | roles))
+    findings = examined(monkeypatch, num_gpus, args)
     assert asked == expected
     assert findings.problems == ["only noted"] * 2
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, num_gpus: int, args: dict[str, Any]) -> Findings:
+    machine = Hardware({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
+    monkeypatch.setattr(cluster.cli.doctor, "this_machine", lambda: machine)
+    roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}
+    return cluster.cli.doctor.examine(AppArgs.model_validate(args | roles))
+
+
+@pytest.mark.parametrize(
+    ("args", "has_pair"),
+    [
+        ({}, True),
+        ({"draft": APART}, False),
+        ({"speculation_mode": "overlap"}, False),
+        ({"draft": {"device": "cpu"}}, False),
+    ],
+)
+def test_both_models_in_one_process_have_caches_for_as_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], has_pair: bool
+) -> None:
+    """On the only GPU; and it is said."""
+    asked = list[float]()
+
+    def noted(source: Any, options: Any, progress: Any) -> None:
+        asked.append(options.device_share)
+        raise MemoryPlanError("only noted")
+
+    monkeypatch.setattr(build, "build_target", noted)
+    findings = examined(monkeypatch, 1, args)
+    assert (("target's process" in "\n".join(report(findings))) and asked[0] > 0.5 > asked[1]) == has_pair
+    if has_pair:
+        both = [least_memory(ModelSource(str(demo_folder(role))), on_gpu=True) for role in ("target", "draft")]
+        lengths = [
+            (share * (1 << 36) - one.weights_bytes) / one.bytes_per_token
+            for share, one in zip(asked, both, strict=True)
+        ]
+        assert sum(asked) == pytest.approx(1)
+        assert lengths[0] == pytest.approx(lengths[1])

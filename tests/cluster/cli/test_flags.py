@@ -33,6 +33,7 @@ EXAMPLES = {
     "target.kv_cache_memory": "512MiB",
     "draft.model": "some/draft",
     "draft.method": "ngram+model",
+    "draft.placement": "separate",
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",

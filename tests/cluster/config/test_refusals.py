@@ -23,6 +23,7 @@ from specdec.core.errors import InvalidParameterError
 KEYS, METHOD = "outside_specdec:Keys", "outside_specdec:drafter"
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 T, VLLM = {"target.model": "t"}, {"target.model": "t", "target.engine": "vllm"}
+PAIRED = {"draft.placement": "same_process"}
 NO_SWITCH, MANY = "true and false are not allowed", "a whole number, at least 1 and at most 1024"
 PROCESSORS, METHODS = "a list of import strings of the form 'package.module:name'", "must be model, ngram, medusa, or"
 FUNCTION = "must be 'package.module:name', or with arguments"
@@ -132,6 +133,15 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"draft.method": "ngram", "draft.tree_tokens": 8}, "draft", "tree_tokens needs heads"),
     ({"draft.method": "medusa", "draft.tree_tokens": 65}, "draft.tree_tokens", "64"),
     (VLLM | {"draft.method": "medusa", "draft.heads": "h"}, "draft.method", "takes no heads"),
+    (T | PAIRED, "draft.placement", "needs a draft model"),
+    (VLLM | PAIRED | {"draft.model": "d"}, "draft.placement", "needs our own engine"),
+    (PAIRED | {"draft.method": "model+medusa"}, "draft.placement", "heads draft in the target's process too"),
+    (PAIRED | {"speculation_mode": "overlap"}, "draft.placement", "drafts and verifies in turn"),
+    (PAIRED | {"draft.device": "cpu"}, "draft.placement", "has the target's device"),
+    (PAIRED | {"replicas.draft": 2}, "draft.placement", "leave out replicas.draft"),
+    (PAIRED | {"actors.draft.num_cpus": 2}, "draft.placement", "leave out actors.draft"),
+    (PAIRED | {"draft.pool": "drafts"}, "draft", "pool and placement exclude each other"),
+    ({"draft.placement": "here"}, "draft.placement", "'auto', 'same_process' or 'separate'"),
 ]
 READ: list[tuple[dict[str, Any], str, str]] = [
     *(({key: value}, key.removesuffix(".model"), words) for key, value, words in OUT_OF_RANGE),

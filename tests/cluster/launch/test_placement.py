@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config.app import AppArgs
 from cluster.config.base import validated
-from cluster.launch.placement import ActorShare, Devices, Placement, placement_of
+from cluster.launch.placement import ActorShare, Devices, Placement, placement_of, with_pair_placed
 from deployments import workers
 from specdec.core.errors import InvalidParameterError
 from specdec.engine.shares import equal_share
@@ -100,6 +100,36 @@ def test_fractions_of_a_gpu_that_are_asked_for_are_warned_of(target, draft, shar
     actors = {"target": {"num_gpus": target}, "draft": {"num_gpus": draft}}
     remarks = " ".join(plan(Devices(2, 8), actors=actors).remarks)
     assert (shared in remarks and "no longer overlap" in remarks) if shared else not remarks
+
+
+@pytest.mark.parametrize(
+    ("devices", "keys", "expected"),
+    [
+        (Devices(1, 8), {}, 1.0),
+        (Devices(1, 8), {"replicas": {"target": 2, "draft": 2}}, 0.5),
+        (Devices(1, 8), {"actors": {"target": {"num_gpus": 0.6}, "draft": {"num_gpus": 0.3}}}, 0.9),
+        (Devices(1, 8), {"draft": {"model": "d", "placement": "separate"}}, None),
+        (Devices(1, 8), {"draft": {"model": "d", "device": "cpu"}}, None),
+        (Devices(1, 8), {"speculation_mode": "outcomes"}, None),
+        (Devices(2, 8), {}, None),
+        (Devices(2, 8), {"replicas": {"draft": 3}}, None),
+        (Devices(0, 8), {}, None),
+        (Devices(0, 8), {"draft": {"model": "d", "placement": "same_process"}}, 0.0),
+        (Devices(2, 8), {"draft": {"model": "d", "placement": "same_process"}}, 1.0),
+    ],
+)
+def test_a_pair_has_one_process_where_it_has_one_gpu_or_is_told_to(devices, keys, expected):
+    args = validated(AppArgs, {"target": {"model": "t"}, "draft": {"model": "d"}} | keys)
+    placed = with_pair_placed(args, devices)
+    assert placed.is_paired == (expected is not None)
+    assert (placed is args) == (expected is None or args.is_paired)
+    placement = placement_of(placed, devices, can_grow=False)
+    if expected is not None:
+        assert gpus(placement) == (expected, expected)
+        assert "the draft model runs in the target's process" in placement.remarks[0]
+        assert not placed.has_own_draft
+        assert placed.has_draft_model
+        assert with_pair_placed(placed, devices) is placed
 
 
 def test_a_pool_of_drafts_shares_with_no_target():

@@ -15,9 +15,16 @@ import specdec.demo
 import specdec.engine.build as build_module
 import specdec.engine.engine as engine_module
 from specdec.core.errors import MemoryPlanError
-from specdec.engine.build import BackendOptions, _cache_room, build_drafter, build_target, gpu_budget_bytes
+from specdec.engine.build import (
+    BackendOptions,
+    _cache_room,
+    build_drafter,
+    build_target,
+    gpu_budget_bytes,
+    pair_gpu_shares,
+)
 from specdec.engine.engine import SpeculativeEngine
-from specdec.engine.shares import pair_share
+from specdec.engine.shares import on_one_gpu
 from specdec.engine.warmup import StepLimits, _measured, peak_resident_bytes, resident_bytes
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource
@@ -52,30 +59,34 @@ def test_one_model_takes_most_of_its_gpu_and_no_more_than_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "share"),
+    ("target", "draft", "do_meet"),
     [
-        ({}, {}, 0.5),
-        ({"device": "cuda"}, {"device": "cuda:0"}, 0.5),
-        ({"device": "cuda:1"}, {"device": "cuda:1"}, 0.5),
-        ({"device": "cuda:0"}, {"device": "cuda:1"}, 1.0),
-        ({}, {"device": "cpu"}, 1.0),
-        ({"device_map": "auto"}, {"device": "cuda:1"}, 0.5),
-        ({}, None, 1.0),
+        ({}, {}, True),
+        ({"device": "cuda"}, {"device": "cuda:0"}, True),
+        ({"device": "cuda:1"}, {"device": "cuda:1"}, True),
+        ({"device": "cuda:0"}, {"device": "cuda:1"}, False),
+        ({}, {"device": "cpu"}, False),
+        ({"device_map": "auto"}, {"device": "cuda:1"}, True),
     ],
 )
-def test_a_pair_shares_the_gpu_it_meets_on(target: dict[str, str], draft: dict[str, str] | None, share: float) -> None:
-    sources = [None if options is None else ModelSource("m", **options) for options in (target, draft)]  # type: ignore[arg-type]
-    assert sources[0] is not None
-    assert pair_share(sources[0], sources[1]) == share
+def test_a_pair_shares_the_gpu_it_meets_on(
+    target: dict[str, str], draft: dict[str, str], do_meet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [ModelSource("m", **options) for options in (target, draft)]  # type: ignore[arg-type]
+    assert on_one_gpu(*sources) == do_meet
+    assert pair_gpu_shares(*sources, 0.8) == (0.8, 0.8), "there is no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
+    assert pair_gpu_shares(*sources, 0.8) == ((0.4, 0.4) if do_meet else (0.8, 0.8)), "the files tell nothing"
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "expected"),
     [
-        (None, None, [0.5, 0.5]),
+        (None, None, [0.7, 0.3]),
         (BackendOptions(device_share=0.8), BackendOptions(device_share=0.2), [0.8, 0.2]),
         (BackendOptions(device_share=0.6), None, [0.6, 0.6]),
-        (BackendOptions(), BackendOptions(device_share=0.2), [0.5, 0.2]),
+        (BackendOptions(), BackendOptions(device_share=0.2), [0.7, 0.2]),
     ],
 )
 def test_the_engine_gives_each_model_its_share(
@@ -87,12 +98,13 @@ def test_the_engine_gives_each_model_its_share(
     shares: list[float | None] = []
 
     def noting(build: Any) -> Any:
-        def build_noted(source: ModelSource, options: BackendOptions, *more: Any) -> Any:
+        def build_noted(source: ModelSource, options: BackendOptions, *more: Any, **named: Any) -> Any:
             shares.append(options.device_share)
-            return build(source, options, *more)
+            return build(source, options, *more, **named)
 
         return build_noted
 
+    monkeypatch.setattr(engine_module, "pair_gpu_shares", lambda *_: (0.7, 0.3))
     monkeypatch.setattr(engine_module, "build_target", noting(build_target))
     monkeypatch.setattr(engine_module, "build_drafter", noting(build_drafter))
     sources = ModelSource(str(DEMO / "draft")), ModelSource(str(DEMO / "draft"))

@@ -38,7 +38,7 @@ def test_while_all_sequences_wait_for_another_thread_it_does_not_spin(
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(sleep=waits.append, perf_counter=time.perf_counter))
-    target: Any = engine._service.target._backend
+    target: Any = engine._service.target._backend._target  # type: ignore[attr-defined]
     monkeypatch.setattr(target._sampler, "is_ready", lambda _spec: len(waits) >= 3)
     assert len(engine.generate(PROMPT, GREEDY, max_tokens=5).token_ids) == 5
     assert waits == [0.005] * 3
@@ -173,7 +173,7 @@ def test_a_logits_processor_is_applied_to_every_position() -> None:
 
 
 def test_a_sequence_that_fails_is_named_and_the_others_are_returned(engine: SpeculativeEngine) -> None:
-    sampler = engine._service.target._backend._sampler
+    sampler = engine._service.target._backend._target._sampler
 
     @by_row
     def raising(spec: SequenceSpec, tokens: list[int], logits: torch.Tensor) -> None:
@@ -203,7 +203,7 @@ def test_recorded_steps_give_the_tokens_of_others() -> None:
     for executor in "graphs", "eager":
         options = BackendOptions(kv_cache_memory=16 << 20, max_model_len=256, executor=executor, max_draft_tokens=4)
         engine = SpeculativeEngine.from_pretrained(*pair, options=options)
-        assert (engine._service.target._backend._runner._graphs is None) == (executor == "eager")
+        assert (engine._service.target._backend._target._runner._graphs is None) == (executor == "eager")
         results = engine.generate_batch([PROMPT, PROMPT_IDS], seed=3, max_tokens=40)
         texts.append([result.token_ids for result in results])
     assert texts[0] == texts[1]

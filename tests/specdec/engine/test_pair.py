@@ -1,4 +1,4 @@
-"""A draft model in the target's process: the tokens are the target's own, and drafts cost nothing where none are taken."""
+"""A draft model in the target's process: tokens are the target's own, and no drafts cost nothing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,18 @@ NOISE = HALF_RIGHT["llama"]
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 
 
-def pair(num_draft_tokens: int = 4, *, noise: float = NOISE, of_draft: dict[str, Any] | None = None, **options: Any):
+def pair(
+    num_draft_tokens: int = 4,
+    *,
+    noise: float = NOISE,
+    of_draft: dict[str, Any] | None = None,
+    drafts_first: bool = False,
+    **options: Any,
+) -> PairedTarget:
     """A target with a draft model; ``of_draft`` are the draft's own options."""
     target = backend(ModelTarget, make_model("llama"), **options)
     drafter = backend(ModelDrafter, make_draft("llama", noise), **(options if of_draft is None else of_draft))
-    return PairedTarget(target, drafter, num_draft_tokens)
+    return PairedTarget(target, drafter, num_draft_tokens, drafts_first=drafts_first)
 
 
 def service(*args: Any, ngram: NgramOptions | None = None, **options: Any) -> InProcessService:
@@ -85,14 +92,15 @@ def test_the_tokens_are_those_without_drafts(sampling: SamplingParams, options: 
     assert paired._sequences == {}
 
 
-def test_a_draft_is_verified_in_every_round_but_the_first() -> None:
-    """One that is always right: as many accepted as two processes in turn have, from the second round on."""
-    cases = [replace(case, max_tokens=21, eos_token_ids=()) for case in make_cases(SAMPLED)]
-    service_ = service(4, noise=0.0, chunk=128)
+@pytest.mark.parametrize(("drafts_first", "rounds", "accepted"), [(False, 5, 15), (True, 4, 16)])
+def test_a_draft_is_verified_in_every_round(drafts_first: bool, rounds: int, accepted: int) -> None:
+    """One that is always right: as many accepted as two processes in turn have, but for the first token's."""
+    cases = [replace(case, max_tokens=20, eos_token_ids=()) for case in make_cases(SAMPLED)]
+    service_ = service(4, noise=0.0, chunk=128, drafts_first=drafts_first)
     outputs, stats = run(service_, cases)
     assert outputs == run(make_service("llama", 0.0, 4), cases)[0]
-    # One token, and four rounds of five.
-    assert (stats.num_rounds, stats.num_drafts, stats.num_accepted_tokens) == (5 * len(cases), 4 * len(cases), 96)
+    found = stats.num_rounds, stats.num_drafts, stats.num_accepted_tokens
+    assert found == (rounds * len(cases), 4 * len(cases), accepted * len(cases))
 
 
 def test_a_long_prompt_is_read_by_the_draft_beside_what_others_draft() -> None:
