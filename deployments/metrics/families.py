@@ -240,6 +240,12 @@ REPORTED = [
     ),
     _counter(_TARGET, "num_draft_tokens_by_source", "Draft tokens of these.", labels=("source",)),
     _counter(_TARGET, "num_accepted_tokens_by_source", "Draft tokens of these that were accepted.", labels=("source",)),
+    _counter(
+        _TARGET,
+        "num_failed_draft_steps",
+        "Steps of a draft model in the target's process that failed: they cost drafts, and no token.",
+        name="failed_draft_steps",
+    ),
     _counter(_TARGET, "num_forbidden_draft_tokens", "Draft tokens that a grammar forbids, none of which is verified."),
     # Caches.
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),

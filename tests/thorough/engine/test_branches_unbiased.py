@@ -25,6 +25,7 @@ from specdec.drafting import ngram as ngram_module
 from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
+from specdec.engine.pair import PairedTarget
 from specdec.protocol import target as target_module
 from specdec.protocol.draft_sequence import DraftSequence, Path
 from specdec.protocol.drafter import DrafterMachine
@@ -135,6 +136,21 @@ class BonusTestedAgain(Backend):
         return remaining_draft(offer, log, needs_candidates=needs_candidates)
 
 
+class AlwaysPaired(Backend):
+    """With a draft model in its process, which is all that drafts."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(logits)
+        noise = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(8))
+        self.pair = PairedTarget(Backend(logits), Backend(logits + 0.5 * noise), 3)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        return self.pair.verify(jobs)
+
+    def release(self, key: str) -> None:
+        self.pair.release(key)
+
+
 @dataclass(frozen=True)
 class Setup:
     """What drafts there are, and who chooses among them.
@@ -232,7 +248,8 @@ def p_value(setup: Setup, num_draws: int) -> float:
         assert counters["found"] > num_draws / 50
     if isinstance(line.target._backend, WithHeads):
         assert counters["medusa"] > num_draws / 50
-    assert counters["num_used_offers"] > num_draws / 50, counters
+    drafted = "model" if isinstance(line.target._backend, AlwaysPaired) else "num_used_offers"
+    assert counters[drafted] > num_draws / 50, counters
     assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > num_draws / 50
     expected = counts.sum(1, keepdim=True) * setup.logits()[0].double().softmax(1)
     is_possible = expected > 0  # nothing follows what ends a text
@@ -252,6 +269,8 @@ SETUPS = {
     "look_up_or_model": Setup(plan=AHEAD, draft_steps=(6,), ngram=NgramOptions(2), chooses=True, noise=0.8),
     "heads": Setup(WithHeads, draft_steps=(1, 2), ngram=NgramOptions(2)),
     "heads_or_model": Setup(WithHeads, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
+    "paired": Setup(AlwaysPaired, plan=Plan(), draft_steps=(0,)),
+    "paired_or_look_up": Setup(AlwaysPaired, plan=Plan(), draft_steps=(0,), ngram=NgramOptions(2)),
     "trees_or_model": Setup(WithTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
 }
 """Where a draft model's drafts and others are both to be had, each is verified often."""

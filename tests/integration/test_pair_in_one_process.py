@@ -1,0 +1,43 @@
+"""A draft model in the process of each target: the same tokens, drafts among them, and a killed process breaks none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.kills import Comparison, Streams, under_kill
+from tests.integration.running import RunningService
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    running = RunningService("--draft-placement", "same_process", "--replicas-target", "2")
+    yield running
+    assert running.stop() == 0
+
+
+def test_drafts_of_a_process_of_its_own_change_no_token(service: RunningService) -> None:
+    """None, four, and as many as are worth their time."""
+    counts = []
+    texts = set()
+    for fields in ({"num_speculative_tokens": 0}, {"num_speculative_tokens": 4}, {}):
+        before = service.count("accepted_tokens_by_source", 'source="model"')
+        streams = Streams(service.url, service.model, count=4, max_tokens=60, fields=fields)
+        with streams.running() as finish:
+            texts.add(tuple(stream.text for stream in finish()))
+        counts.append(service.count("accepted_tokens_by_source", 'source="model"') - before)
+    assert len(texts) == 1
+    assert counts[0] == 0
+    assert min(counts[1:]) > 20
+    assert not any("DraftServer" in line for line in service.lines)
+    assert any("the draft model runs in the target's process" in line for line in service.lines)
+
+
+def test_a_killed_pair_changes_no_stream(service: RunningService) -> None:
+    streams = Streams(service.url, service.model, count=8, max_tokens=300)
+    with streams.running() as finish:
+        undisturbed = finish()
+    compared = Comparison.of(under_kill(service, streams, "target").streams, undisturbed)
+    assert not compared.broken
+    assert compared.is_exact
