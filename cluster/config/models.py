@@ -172,9 +172,7 @@ class DraftConfig(ModelConfig):
     )
     placement: Literal["auto", "same_process", "separate"] = Field(
         "auto",
-        description="where a draft model of one's own runs: separate has replicas of its own; same_process is each "
-        "target's process, which drafts and verifies in turn without a message between; auto: same_process where both "
-        "would have parts of the only GPU, as specdec serve finds it, else separate",
+        description="where one's own draft model runs; auto: in the target's process on a shared GPU",
     )
     pool: str | None = Field(
         None,

@@ -114,7 +114,7 @@ def test_machines_report_what_the_list_names() -> None:
     by_backends = {"kv_cache_usage_perc", "num_evictions", "num_reused_tokens", "num_reread_tokens", "num_fallbacks"}
     by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "min_workers"}
     by_events |= {"num_drafts_by_source", "num_draft_tokens_by_source", "num_accepted_tokens_by_source"}
-    by_backends |= {"backend", "num_forbidden_draft_tokens"}
+    by_backends |= {"backend", "num_forbidden_draft_tokens", "num_failed_draft_steps"}
     by_backends |= {"num_loaded_adapters", "num_adapter_loads"}
     by_replicas |= {"slots_used_share", "num_waiting_requests", "num_requests_refused", "longest_queue_s"}
     by_groups = {"estimated_guess_rate", "estimated_gain", "measured_gain"}
