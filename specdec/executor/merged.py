@@ -8,6 +8,7 @@ weight, as before. So a model keeps its modules, its parameters and its code, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -104,8 +105,12 @@ def unmerge(merged: Iterable[MergedLinear]) -> None:
         linear.__class__ = nn.Linear  # type: ignore[assignment]
 
 
+@cache
 def share_products(backend: Callable[..., Any]) -> Callable[..., Any]:
     """A backend that computes products of the same input and weights once.
+
+    It is one for all models: what one backend has compiled serves no other, and torch compiles a piece of code eight
+    times in a process at most, and then leaves it as it is.
 
     Args:
         backend: Compiles a graph and its inputs.

@@ -55,6 +55,7 @@ def test_one_compilation_serves_all_layers_and_sizes(family: str) -> None:
     for num_tokens in (1, 16, 17, 33, 64, 100):
         torch.testing.assert_close(forward(runner, num_tokens), forward(plain, num_tokens), atol=2e-5, rtol=2e-5)
     check_admission(runner)
+    make(family).record_graphs(LIMITS, backend=backend)
     assert counters["stats"]["unique_graphs"] == num_compiled
     runner.forget_graphs()
     torch.testing.assert_close(forward(runner, 5), forward(plain, 5), atol=0, rtol=0)
