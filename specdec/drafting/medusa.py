@@ -255,7 +255,6 @@ class HeadDrafter:
         ranks = {(node.place, node.rank) for node in self._shape}
         self._num_ranks = [sum(place == at for place, _ in ranks) for at in range(self._most)]
 
-    @torch.inference_mode()
     def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, TokenSequence]]) -> list[Draft]:
         """A draft for each sequence; the heads know its last token only by what made the model choose it.
 
@@ -268,7 +267,9 @@ class HeadDrafter:
         drafting = [i for i, count in enumerate(counts) if count]
         if not drafting:
             return drafts
-        logits = self._heads.logits(hidden[drafting] if len(drafting) < len(decided) else hidden)
+        # Without drawing: what a sampler makes in this mode and keeps could not be changed outside of it.
+        with torch.inference_mode():
+            logits = self._heads.logits(hidden[drafting] if len(drafting) < len(decided) else hidden)
         texts = {i: TokenBuffer(decided[i][1]) for i in drafting}
         places: list[list[list[Drawn]]] = [[] for _ in drafting]
         for of_head, num_ranks in zip(logits, self._num_ranks[: max(counts)], strict=False):

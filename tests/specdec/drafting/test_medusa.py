@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from specdec.core.errors import ModelLoadError
-from specdec.drafting.medusa import HeadsConfig, load_heads
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import TokenBuffer
+from specdec.drafting.medusa import HeadDrafter, HeadsConfig, load_heads
 from specdec.models.loading import LoadedModel, prepare_model
+from specdec.sampling.pipeline import Sampler
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 CONFIG = HeadsConfig(hidden_size=64, vocab_size=VOCAB_SIZE, num_heads=3, num_hidden_layers=2)
@@ -138,3 +141,24 @@ def test_a_connection_that_is_lost_is_said(target: LoadedModel, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.snapshot_download", lose)
     with pytest.raises(ModelLoadError, match="cannot load the heads some/heads: Server disconnected"):
         load_heads("some/heads", target)
+
+
+def test_heads_run_in_inference_mode_and_draws_do_not() -> None:
+    """A sampler keeps memory on its device, which it could not change after such a mode."""
+    modes: list[bool] = []
+
+    class Heads:
+        num_tokens = 2
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            modes.append(torch.is_inference_mode_enabled())
+            return hidden.repeat(2, 1, 1)
+
+    def note(groups: object, logits: torch.Tensor) -> None:
+        modes.append(torch.is_inference_mode_enabled())
+
+    drafter = HeadDrafter(Heads(), Sampler(8, (note,)), 2)
+    spec = SequenceSpec(SamplingParams(temperature=0), 0, 1, 8)
+    (draft,) = drafter.drafts(torch.eye(8)[[5]], [(spec, TokenBuffer([1, 2]))])
+    assert draft.tokens == (5, 5)
+    assert modes == [True, False, False]
