@@ -19,25 +19,12 @@ def group_window(layer: AttentionLayer) -> int | None:
     return None if layer.is_latent else layer.window
 
 
-WriteCache = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes keys and values [T, H_kv, D and D_v] into their pools at slots [T]."""
-
-
 def write_by_operators(
     keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """A :data:`WriteCache` for any device; slots are int64."""
+    """What :func:`specdec.kernels.triton.attention.write_cache` does, on any device; slots are int64."""
     for pool, states in ((key_pool, keys), (value_pool, values)):
         pool.flatten(0, 1).index_copy_(0, slots, states)
-
-
-def cache_writer(kernel: str) -> WriteCache:
-    """What writes the cache that a kernel reads: one launch where Triton runs."""
-    if kernel != "triton":
-        return write_by_operators
-    from specdec.kernels.triton.attention import write_cache
-
-    return write_cache
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -50,7 +37,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         layers: The model's attention layers; those that only read another's cache need no pool.
         pool: The blocks, in groups.
         states: What recurrent layers keep; None where there are none.
-        write: How keys and values get into the pools.
+        kernel: The attention kernel that reads the cache.
     """
 
     def __init__(
@@ -58,10 +45,16 @@ class PagedCache(Cache):  # type: ignore[misc]
         layers: Iterable[AttentionLayer],
         pool: BlockPool,
         states: StatePool | None = None,
-        write: WriteCache = write_by_operators,
+        kernel: str = "gather",
     ) -> None:
         super().__init__(layers=[])
-        self._write = write
+        self._write = write_by_operators
+        # Triton's loads are masked: what the step's rows have not written is never read, and may hold anything.
+        self._reads_unwritten = kernel != "triton"
+        if kernel == "triton":
+            from specdec.kernels.triton.attention import write_cache
+
+            self._write = write_cache
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._latent: set[int] = set()
         self._states = states
@@ -78,7 +71,9 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self._latent.add(layer.index)
 
     def clear(self, group: int, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros in all layers of a group."""
+        """Fill blocks with zeros in all layers of a group, where attention multiplies what nobody has written."""
+        if not self._reads_unwritten:
+            return
         index = _on_devices(torch.tensor(blocks))
         for pools in self._pools_of(group):
             for pool in pools:

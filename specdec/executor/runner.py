@@ -24,7 +24,7 @@ from specdec.core.tokens import TokenSequence
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
-from specdec.executor.paged_cache import PagedCache, cache_writer, group_window
+from specdec.executor.paged_cache import PagedCache, group_window
 from specdec.executor.steps import StepRows, Steps
 from specdec.kernels.attention import AttentionContext
 from specdec.kernels.gather import GatherAttention, Workspace
@@ -142,7 +142,7 @@ class ModelRunner:
             window = window or checked_window(DEFAULT_WINDOW_TOKENS)
             self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
-        self._cache = PagedCache(loaded.attention_layers, self.pool, pool, cache_writer(self._kernel))
+        self._cache = PagedCache(loaded.attention_layers, self.pool, pool, self._kernel)
         self._cache_argument = cache_argument(loaded.model)
         latent = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
         make_kernel = attention_kernel(self._kernel)
