@@ -11,7 +11,8 @@
 # where they run, for which all but cpu have a compiler and Python's headers. A pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
 #
 # What must be writable where the root is read-only: /tmp (Ray's sessions are in /tmp/ray), /dev/shm (Ray's object store),
-# /home/specdec (Ray's token, caches of compilers) and /models (HF_HOME, what was loaded from a hub).
+# /home/specdec (Ray's token, caches of compilers) and /models (HF_HOME, what was loaded from a hub). Of these /home/specdec
+# must not be mounted noexec, as Docker's --tmpfs does by itself: what is compiled for a GPU is loaded from its .cache.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS base
@@ -79,6 +80,8 @@ RUN --mount=type=bind,from=package,source=/dist,target=/dist \
 ENV PATH=/opt/specdec/bin:$PATH \
     HOME=/home/specdec \
     HF_HOME=/models \
+    TRITON_CACHE_DIR=/home/specdec/.cache/triton \
+    TORCHINDUCTOR_CACHE_DIR=/home/specdec/.cache/inductor \
     PYTHONUNBUFFERED=1 \
     SPECDEC__HOST=0.0.0.0
 WORKDIR /home/specdec

@@ -33,6 +33,7 @@ SECTIONS = {
     "exact": "the same tokens with 0, 4 and 8 draft tokens a round, in fp32; how often rounding decides in bf16",
     "memory": "what recorded steps take beside the plan",
     "faults": "memory that runs out, a device that hangs, is shared, or is lost",
+    "service": "a whole service with drafts over without, beside what step times allow; its target killed under load",
 }
 
 

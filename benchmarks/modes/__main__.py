@@ -27,7 +27,7 @@ from specdec.core.validation import MAX_TEMPERATURE
 
 USAGE = "%(prog)s [--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [KEY ...]"
 _DEFAULT_MODES = "overlap,auto"
-OWN_KEYS = {"num_speculative_tokens", "mode", "host", "port"}
+OWN_KEYS = {"num_speculative_tokens", "speculation_mode", "host", "port"}
 """Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
 
 Say = Callable[[str], None]
@@ -92,8 +92,8 @@ def _runner(arguments: argparse.Namespace, config: ServiceConfig, variants: tupl
 def _service_keys(mode: str) -> dict[str, object]:
     """What makes a service of this mode; requests say the draft length, except to ``auto``."""
     if mode == "auto":
-        return {"mode": "auto", "num_speculative_tokens": "auto"}
-    return {"mode": mode, "num_speculative_tokens": _FIXED_TOKENS}
+        return {"speculation_mode": "auto", "num_speculative_tokens": "auto"}
+    return {"speculation_mode": mode, "num_speculative_tokens": _FIXED_TOKENS}
 
 
 _FIXED_TOKENS = 4

@@ -75,6 +75,12 @@ class Services:
                 process.kill()
         signal.signal(signal.SIGTERM, self._old_handler)
 
+    def pid(self, name: str) -> int:
+        """The process that serves one of them; all others of the service are below it."""
+        pid = self._processes[name].pid
+        assert pid is not None, "it was started"
+        return pid
+
     def _start(self, name: str, config: ServiceConfig) -> None:
         config = config.model_copy(update={"port": check_port(config.host, 0)})
         process = multiprocessing.get_context("spawn").Process(target=_exit_with, args=(self._serve, config))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,24 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import attention, exact, executor, faults, generation, memory, pairs, sampling, steps, tuning
+from benchmarks.gpu import (
+    attention,
+    exact,
+    executor,
+    faults,
+    generation,
+    memory,
+    pairs,
+    sampling,
+    service,
+    steps,
+    tuning,
+)
 from benchmarks.gpu.report import Report
+from benchmarks.modes.compare import Variant
+from benchmarks.modes.load import Workload
+from benchmarks.modes.measures import Run, Stream, TokenArrival
+from benchmarks.step_times import StepTime
 from tests.specdec.kernels.interpreter import interpreted
 
 CPU = torch.device("cpu")
@@ -172,3 +190,56 @@ def test_what_processes_of_their_own_say_is_compared(monkeypatch: pytest.MonkeyP
     faults.check_processes(report, CPU)
     faults.check_lost_device(report, CPU)
     assert len(report.failures) == 3, "two processes, the one that is left, and the device"
+
+
+def test_a_service_is_compared_with_what_its_steps_allow_in_turn() -> None:
+    """Of 2 draft tokens a round 2.44 are won at .8: 2.44 x 10 / (12 + 2 x 1); 7 cost too much."""
+    numbers = {0: 0.010, 2: 0.012, 7: 0.100}
+    steps_ = [StepTime("target", 16, length, time_s, time_s) for length, time_s in numbers.items()]
+    steps_ += [StepTime("draft", 16, 0, 0.001, 0.001), StepTime("target", 1, 0, 9.0, 9.0)]
+    assert service.limit(steps_, 16) == (pytest.approx(2.44 * 10 / 14), 2)
+
+    def runner(variant: Variant, workload: Workload) -> Run:
+        asked.append((variant.name, workload))
+        text = "other" if variant.name == wrong else "same"
+        stream = Stream(text, (TokenArrival(0.1, 30 if variant.name == "4" else 20),))
+        return Run((stream,) * len(workload.prompts), 1.0, 0.0, {})
+
+    asked: list[tuple[str, Workload]] = []
+    for wrong, failures in (("", []), ("4", ["16 streams: the same texts with drafts as without"])):  # noqa: B007
+        report = Report()
+        service.compare(report, runner, service.SMALL, 16, steps_)
+        assert report.failures == failures
+    assert report.figures["service_16_4_over_plain"] == 1.5
+    assert report.figures["service_16_4_of_limit"] == pytest.approx(1.5 / (2.44 * 10 / 14))
+    of_first_round = [workload for _, workload in asked[:3]]
+    assert [workload.num_speculative_tokens for workload in of_first_round] == [0, None, 4]
+    assert len({workload.prompts for workload in of_first_round}) == 1
+
+
+def test_the_target_is_killed_while_its_streams_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only it: not the shell above it, nor a process beside it."""
+    monkeypatch.setattr(service, "_KILL_AFTER_S", 0.05)
+    command = (
+        "(exec -a ray::ServeReplica:app:DraftServer sleep 60) & (exec -a ray::ServeReplica:app:TargetServer sleep 60)"
+    )
+    workloads: list[Workload] = []
+
+    with subprocess.Popen(["bash", "-c", f"{command}; echo killed; wait"], stdout=subprocess.PIPE) as above:
+        assert above.stdout is not None
+
+        def runner(_variant: Variant, workload: Workload) -> Run:
+            workloads.append(workload)
+            if len(workloads) == 2:
+                assert above.stdout.readline() == b"killed\n"
+            return Run((Stream("text", ()),), float(len(workloads)), 0.0, {})
+
+        while len([title for _, title in service.descendants(above.pid) if title.startswith("ray::")]) < 2:
+            assert above.poll() is None
+        report = Report()
+        service.kill_target(report, runner, service.SMALL, above.pid)
+        (left,) = [pid for pid, title in service.descendants(above.pid) if title.startswith("ray::")]
+        os.kill(left, signal.SIGKILL)
+    assert report.failures == []
+    assert report.figures == {"service_kill_pause_s": 1.0}
+    assert workloads[0] == workloads[1]

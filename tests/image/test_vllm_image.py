@@ -23,6 +23,25 @@ args = AppArgs.model_validate({"target": target, "max_model_len": 256})
 print(_target_backend(args, 1.0, print)[0].max_model_len)
 """
 """Loads the demo target; its warm-up verifies a draft."""
+COMPILE = """
+import importlib.util, os, pathlib, subprocess, sysconfig
+
+for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    folder = pathlib.Path(os.environ[name])
+    folder.mkdir(parents=True, exist_ok=True)
+    source, library = folder / "tried.c", folder / "tried.so"
+    source.write_text(
+        "#include <Python.h>\\n"
+        "static struct PyModuleDef of = {PyModuleDef_HEAD_INIT, \\"tried\\", 0, -1, 0};\\n"
+        "PyMODINIT_FUNC PyInit_tried(void) { return PyModule_Create(&of); }\\n"
+    )
+    for compiler in ("gcc", "g++"):
+        flags = ["-O1", "-shared", "-fPIC", "-I" + sysconfig.get_path("include"), "-o", str(library)]
+        subprocess.run([compiler, str(source), *flags], check=True)
+    spec = importlib.util.spec_from_file_location("tried", library)
+    print(importlib.util.module_from_spec(spec).__name__)
+"""
+"""What Triton does with the launcher of a kernel, and Inductor with what it generates, where they keep it."""
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -50,3 +69,7 @@ def test_its_vllm_takes_a_target_and_its_libraries_are_those_of_the_other_image(
 
 def test_a_target_loads_and_verifies(buildah: Buildah, container: str) -> None:
     assert said(buildah, container, "python", "-c", STEP).splitlines()[-1] == "256"
+
+
+def test_its_user_compiles_and_loads_what_a_gpu_needs(buildah: Buildah, container: str) -> None:
+    assert said(buildah, container, "python", "-c", COMPILE).splitlines()[-2:] == ["tried", "tried"]

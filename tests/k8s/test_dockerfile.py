@@ -23,6 +23,15 @@ def test_the_label_has_the_packages_version() -> None:
     assert f'org.opencontainers.image.version="{specdec.__version__}"' in DOCKERFILE
 
 
+def test_what_is_compiled_for_a_gpu_has_a_compiler_and_headers_and_is_kept_where_the_user_may_write() -> None:
+    (home,) = re.findall(r"HOME=(/home/\S+)", DOCKERFILE)
+    caches = re.findall(r"(?:TRITON|TORCHINDUCTOR)_CACHE_DIR=(\S+)", DOCKERFILE)
+    assert [Path(folder).is_relative_to(home) for folder in caches] == [True, True]
+    assert "--create-home" in DOCKERFILE
+    assert re.search(r'"\$\{VARIANT\}" != cpu .*apt-get install .* g\+\+', DOCKERFILE)
+    assert "Python.h" in DOCKERFILE
+
+
 def test_both_variants_are_built_by_the_same_stages() -> None:
     stages = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
     assert len(stages) == DOCKERFILE.count("\nFROM ")

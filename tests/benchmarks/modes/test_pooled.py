@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from benchmarks.modes.compare import ALONE, Comparison, Variant, Work, compare
+from benchmarks.modes.__main__ import OWN_KEYS, _service_keys
+from benchmarks.modes.compare import ALONE, Comparison, ServiceMode, Variant, Work, compare
 from benchmarks.modes.load import Workload
 from benchmarks.modes.measures import Run, Stream, TokenArrival
 from benchmarks.modes.report import pooled_table
 from benchmarks.modes.summary import summarize
+from cluster.config.app import ServiceConfig
+from cluster.config.files import config_keys
 
 WORK = Work("code", 1, 10, 0.0)
 VARIANTS = (Variant(ALONE, 0), Variant("in turn, 4 draft tokens", 4, "sequential"), Variant("auto", None, "auto"))
@@ -57,3 +62,9 @@ def test_rounds_to_warm_up_are_run_and_do_not_count() -> None:
     assert asked == [(name, number) for number in range(4) for name in names]
     assert [[one.duration_s for one in runs] for runs in compared.runs] == [[6.0, 8.0], [7.0, 9.0]]
     assert [line.split(": ")[1] for line in lines] == ["warm-up, not counted"] * 2 + ["round 1 of 2", "round 2 of 2"]
+
+
+@pytest.mark.parametrize("mode", get_args(ServiceMode))
+def test_services_of_a_mode_have_keys_that_the_configuration_knows(mode: str) -> None:
+    assert ServiceConfig.model_validate(_service_keys(mode)).speculation_mode == mode
+    assert {path for path, _ in config_keys()} >= OWN_KEYS
