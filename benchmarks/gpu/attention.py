@@ -120,7 +120,7 @@ def _check_cache_write(report: Report, device: torch.device, name: str, heads: t
     pools = torch.zeros(2, 4 * _NUM_WRITTEN // BLOCK_SIZE, BLOCK_SIZE, kv_heads, dim, dtype=dtype, device=device)
     expected = torch.zeros_like(pools)
     expected.flatten(1, 2)[:, slots] = torch.stack((keys, values))
-    write = partial(write_cache, keys, values, *pools, slots)
+    write = partial(write_cache, keys, values, pools[0], pools[1], slots)
     write()
     report.check(f"cache write {name}: every token in its slot", torch.equal(pools, expected))
     report.figure(f"cache_write_{name}_{_NUM_WRITTEN}_us", seconds(write, device) * 1e6)
