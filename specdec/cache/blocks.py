@@ -32,6 +32,7 @@ class CachedSequence:
         block_digests: Chained digests of its first full, verified blocks.
         state: What recurrent layers keep of it; None where the model has none, or none is held.
         num_sent: Leading entries of its tables that the device has; those behind them have changed since, or are new.
+        room: Positions from the end of ``tokens`` up to this one can be written: their blocks are there, and its own.
     """
 
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
@@ -40,6 +41,7 @@ class CachedSequence:
     block_digests: list[bytes] = field(default_factory=list)
     state: SequenceState | None = None
     num_sent: int = 0
+    room: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens.array)
@@ -314,6 +316,8 @@ class BlockPool:
             False where the free blocks do not suffice: then nothing is changed, but that blocks are given back which
             windows have passed.
         """
+        if length <= sequence.room and not self._windowed:
+            return True
         self._pass_by(sequence)
         past = len(sequence.tokens)
         for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -325,6 +329,8 @@ class BlockPool:
             if length > past and group.own_tail(table, past, self.block_size):
                 sequence.num_sent = min(sequence.num_sent, past // self.block_size)
             group.grow(table, self._num_blocks(group, past, length, num_step_tokens))
+        if length > past:
+            sequence.room = self.block_size * min(map(len, sequence.tables))
         return True
 
     def fits(
@@ -347,12 +353,8 @@ class BlockPool:
         return True
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""
-        past = len(sequence.tokens)
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            if len(table) * self.block_size < length or group.is_tail_shared(table, past, self.block_size):
-                return False
-        return True
+        """Whether positions from the sequence's end up to ``length`` can be written."""
+        return length <= sequence.room
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget all tokens from position ``length`` on, and free the blocks this leaves unused, reserved ones too.
@@ -369,6 +371,7 @@ class BlockPool:
             del sequence.block_digests[length // self.block_size :]
         num_blocks = self.blocks_for(length)
         sequence.num_sent = min(sequence.num_sent, num_blocks)
+        sequence.room = min(sequence.room, length)
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if len(table) > num_blocks:
                 group.cut(table, num_blocks)
@@ -376,6 +379,8 @@ class BlockPool:
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same tokens, sharing all their blocks; reserved room is not shared."""
         num_blocks = self.blocks_for(len(sequence.tokens))
+        if len(sequence.tokens) % self.block_size:  # the block that is begun is shared
+            sequence.room = min(sequence.room, len(sequence.tokens))
         tables = tuple(
             group.share(table[:num_blocks]) for group, table in zip(self.groups, sequence.tables, strict=True)
         )

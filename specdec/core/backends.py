@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -63,8 +62,7 @@ class VerifyJob(NamedTuple):
         return Draft(self.draft, self.candidates, self.source, self.parents)
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(NamedTuple):
     """What a target backend decided for one job.
 
     Attributes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
@@ -210,8 +211,9 @@ class _Step:
         left, for_prompts, for_long = self._budget, self._prompt_budget(), self._long_prompt_budget()
         num_to_decode = sum(self._decodes)
         for index, request in enumerate(self._requests):
-            num_to_decode -= self._decodes[index]
-            if self._decodes[index]:
+            decodes = self._decodes[index]
+            num_to_decode -= decodes
+            if decodes:
                 # A token for each that comes after, but the first come first where there is not one for each.
                 most = max(left - for_prompts - num_to_decode, min(1, left - for_prompts))
             else:
@@ -225,7 +227,7 @@ class _Step:
             count = min(most, request.num_tokens - num_computed)
             rows.append(ScheduledRow(index, num_computed, count, 0))
             left -= count
-            if not self._decodes[index]:
+            if not decodes:
                 for_prompts -= count
                 for_long -= count if self._is_long(index) else 0
                 self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
@@ -246,10 +248,8 @@ class _Step:
         One token for each sequence always leaves one for a prompt. Those that lack several could take the whole step:
         beside them, a quarter of it is for prompts at least.
         """
-        num_decoded = sum(unread for unread, decodes in zip(self._unread, self._decodes, strict=True) if decodes)
-        num_drafted = sum(
-            r.num_draft_tokens for r, decodes in zip(self._requests, self._decodes, strict=True) if decodes
-        )
+        num_decoded = sum(compress(self._unread, self._decodes))
+        num_drafted = sum([request.num_draft_tokens for request in compress(self._requests, self._decodes)])
         left = max(0, self._budget - num_decoded)
         left -= min(num_drafted, left // 2)
         if self._max_decode_tokens > 1 and self._budget > 1:
@@ -265,19 +265,20 @@ class _Step:
 
     def _with_drafts(self, rows: list[ScheduledRow], left: int, turn: int) -> list[ScheduledRow]:
         """Share what is left among drafts, as far as there is memory for them."""
-        places = [place for place, row in enumerate(rows) if self._wants_drafts(row)]
-        wanted = [self._requests[rows[place].request].num_draft_tokens for place in places]
+        requests = self._requests
+        drafting = [place for place, row in enumerate(rows) if requests[row.request].num_draft_tokens]
+        places = [place for place in drafting if self._is_last(rows[place])]
+        wanted = [requests[rows[place].request].num_draft_tokens for place in places]
         for place, count in zip(places, shares(wanted, left, turn), strict=True):
-            request = self._requests[rows[place].request]
+            request = requests[rows[place].request]
             while count and not self._cache.extend(request.key, request.num_tokens + count):
                 count -= 1
             rows[place] = rows[place]._replace(num_draft_tokens=count)
         return rows
 
-    def _wants_drafts(self, row: ScheduledRow) -> bool:
-        request = self._requests[row.request]
-        is_last = row.num_computed_tokens + row.num_new_tokens == request.num_tokens
-        return is_last and request.num_draft_tokens > 0
+    def _is_last(self, row: ScheduledRow) -> bool:
+        """Whether a row computes the last of its request's tokens."""
+        return row.num_computed_tokens + row.num_new_tokens == self._requests[row.request].num_tokens
 
 
 def shares(wanted: Sequence[int], total: int, turn: int) -> list[int]:

@@ -90,18 +90,18 @@ class SequenceStates:
         if sequence is None:
             return
         keep = self._cut_back(sequence, tokens, agreed)
-        if keep and not sequence.tokens:
+        num_left = len(sequence)
+        if num_left:
+            self.num_reread_tokens += keep - num_left
+        else:
             # Recurrent states do not reach back so far. A copy kept for others may cover a part, or even more.
             wanted.num_lost = keep
-        else:
-            self.num_reread_tokens += keep - len(sequence)
-        if not sequence.tokens:
             self.release(key)
 
     def num_computed_tokens(self, key: str) -> int:
         """Cached tokens of a sequence; 0 if nothing is held for it."""
         sequence = self._sequences.get(key)
-        return 0 if sequence is None else len(sequence.tokens)
+        return 0 if sequence is None else len(sequence)
 
     def find_prefix(self, key: str) -> CachedPrefix:
         """What a sequence that holds nothing would begin with: a copy of its parent, or a cached prefix."""
@@ -258,7 +258,8 @@ class SequenceStates:
 def _num_kept(sequence: CachedSequence, tokens: TokenSequence, agreed: int) -> int:
     """Length of what is cached that ``tokens`` go on from, which are known to agree up to ``agreed``."""
     cached = sequence.tokens.array
-    keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
+    end = min(len(cached), len(tokens))
+    keep = end if agreed >= end else common_prefix_length(cached, tokens, agreed)
     return min(keep, len(tokens) - 1)
 
 

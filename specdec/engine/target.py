@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +19,16 @@ from specdec.core.backends import Status, Verification, VerifyJob
 from specdec.core.drafts import NO_DRAFT, Draft
 from specdec.core.errors import NOT_FINITE, reason_of
 from specdec.core.log import TokenLog
+from specdec.core.params import SequenceSpec
 from specdec.core.tokens import followed
 from specdec.core.types import PromptLogprobs, TokenLogprobs
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.scheduler import Request, ScheduledRow
-from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
+from specdec.engine.sequences import Rank, SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.sampling.acceptance import decide
+from specdec.sampling.acceptance import Decision
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun, max_slice_rows
@@ -93,8 +96,44 @@ class PromptReader:
         self._entries.pop(key, None)
 
 
-Scheduled = list[tuple[int, RowInput, Draft]]
-"""Rows of a step: index of the job, row, draft that is in it."""
+class _Row(NamedTuple):
+    """A job's part in a step.
+
+    Attributes:
+        place: Of the job.
+        row: What is forwarded.
+        draft: The draft in it.
+        length: Of the job's log.
+        decides: Whether it reads the last of the log, so that what follows is decided.
+        reads_prompt: Whether its request asks for log probabilities of a prompt, of which this is a part.
+    """
+
+    place: int
+    row: RowInput
+    draft: Draft
+    length: int
+    decides: bool
+    reads_prompt: bool
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is worked out once for a sequence, and what is known of its cache.
+
+    Attributes:
+        spec: Of the sequence.
+        salt: With whom it shares prefixes.
+        rank: Who goes first.
+        log: What the cached tokens were read from; None before the first step.
+        num_read: Up to where.
+    """
+
+    spec: SequenceSpec
+    salt: bytes | None
+    rank: Rank
+    log: TokenLog | None = None
+    num_read: int = 0
+
 
 _MOST_FORCED = 8
 """Most tokens drafted from a grammar alone, where a request does not say how many it takes."""
@@ -138,7 +177,7 @@ class ModelTarget(ModelBackend):
             max_decode_tokens=1,
             states=states,
         )
-        self._logs: dict[str, tuple[TokenLog, int]] = {}  # what the cached tokens were read from, and up to where
+        self._known: dict[str, _Known] = {}
         self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
         self._num_fallbacks = 0
@@ -160,7 +199,7 @@ class ModelTarget(ModelBackend):
         """Free everything held for a sequence."""
         self._states.release(key)
         self._runner.adapters.release(key)
-        self._logs.pop(key, None)
+        self._known.pop(key, None)
         self._num_cached.pop(key, None)
         self._prompts.release(key)
 
@@ -172,173 +211,195 @@ class ModelTarget(ModelBackend):
         )
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        adapters = self._runner.adapters
-        for job in jobs:
-            adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)
-        adapters.prepare()
-        reasons = (adapters.failure(job.spec.adapter) for job in jobs)
-        results = [Verification(Status.FAILED, reason=reason) if reason else _WAITING for reason in reasons]
-        scheduled = self._schedule(jobs)
-        if not scheduled:
+        results = self._prepare_adapters(jobs)
+        step = self._schedule(jobs)
+        if not step:
             return results
-        firsts = {i: len(row.sequence.tokens) for i, row, _ in scheduled}
-        logits = self._runner.forward([row for _, row, _ in scheduled])
+        self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
+        deciding = [one for one in step if one.decides]
+        decision = self._decision(jobs, deciding) if deciding else None
+        logits = self._runner.forward([one.row for one in step], extra=() if decision is None else decision.arrays)
+        hidden = self._runner.hidden
         if self._sampler.kernels(logits.device) is None:  # kernels tell what is not finite, and wait once a step
             logits = self._runner.finite(logits)
-        hidden = self._runner.hidden
-        kept = self._read_prompts(jobs, scheduled, firsts, logits)
+        kept = self._read_prompts(jobs, step, logits)
         if kept is not None:
             logits, hidden = logits[kept], None if hidden is None else hidden[kept]
-        deciding = [
-            entry
-            for entry in scheduled
-            if self._states.num_computed_tokens(jobs[entry[0]].key) >= len(jobs[entry[0]].log)
-        ]
-        decided, is_finite = self._decide(jobs, deciding, logits, hidden) if deciding else ([], None)
-        spoilt = {scheduled[number][0] for number in self._runner.spoilt_rows(is_finite)}
-        for i, _, draft in scheduled:
-            if i in spoilt:
-                # A draft may overflow what the sequence's own tokens do not. It is released next either way.
-                results[i] = Verification(Status.SUSPECT if draft.tokens else Status.FAILED, reason=NOT_FINITE)
-            else:
-                results[i] = _PREFILLING
-                self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
-        for (i, _, _), result in zip(deciding, decided, strict=True):
-            if i in spoilt:
-                continue
-            results[i] = result
-            if result.status is not Status.FAILED:  # else it is released next
-                self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
+        if decision is not None:
+            decision.launch(logits, self._runner.is_finite, self._runner.extra)
+        self._note_read(jobs, step)  # while the device decides
+        decided, is_finite = ([], None) if decision is None else self._results(jobs, deciding, decision, hidden)
+        spoilt = self._runner.spoilt_rows(is_finite)
+        for number, one in enumerate(step):
+            results[one.place] = _PREFILLING
+            if number not in spoilt:
+                self._runner.keep_prefix(one.row.sequence, one.length)
+        for one, result in zip(deciding, decided, strict=True):
+            results[one.place] = result
+            if result.num_accepted < len(one.draft.tokens):
+                self._states.truncate(jobs[one.place].key, one.length + result.num_accepted)
+        for one in (step[number] for number in spoilt):
+            # A draft may overflow what the sequence's own tokens do not. It is released next either way.
+            results[one.place] = Verification(Status.SUSPECT if one.draft.tokens else Status.FAILED, reason=NOT_FINITE)
         return results
 
-    def _read_prompts(
-        self, jobs: Sequence[VerifyJob], scheduled: Scheduled, firsts: dict[int, int], logits: torch.Tensor
-    ) -> list[int] | None:
+    def _prepare_adapters(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """Have the jobs' adapters read; gives a result for each, which is all that one gets whose adapter cannot be."""
+        adapters = self._runner.adapters
+        using = [(i, job) for i, job in enumerate(jobs) if job.spec.adapter is not None]
+        for _, job in using:
+            adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)
+        adapters.prepare()
+        results = [_WAITING] * len(jobs)
+        for i, job in using:
+            if reason := adapters.failure(job.spec.adapter):
+                results[i] = Verification(Status.FAILED, reason=reason)
+        return results
+
+    def _read_prompts(self, jobs: Sequence[VerifyJob], step: Sequence[_Row], logits: torch.Tensor) -> list[int] | None:
         """Read the rows that only tell of prompts; gives the numbers of those that decide, in order, None for all."""
-        if not any(self._prompts.wants(jobs[i]) for i, _, _ in scheduled):
+        if not any(one.reads_prompt for one in step):
             return None
         kept: list[int] = []
         start = 0
-        for i, row, draft in scheduled:
-            rows = range(start, start + row.num_logits)
-            start += row.num_logits
-            if self._prompts.wants(jobs[i]):
-                num_prompt_tokens = row.num_logits - len(draft.tokens)
-                self._prompts.read(jobs[i], firsts[i], logits[rows.start : rows.start + num_prompt_tokens])
-                finishes = firsts[i] + num_prompt_tokens == len(jobs[i].log)
-                rows = rows[num_prompt_tokens - 1 :] if finishes else rows[:0]
+        for one in step:
+            rows = range(start, start + one.row.num_logits)
+            start += one.row.num_logits
+            if one.reads_prompt:
+                num_prompt_tokens = one.row.num_logits - len(one.draft.tokens)
+                first = len(one.row.sequence) - len(one.row.tokens)
+                self._prompts.read(jobs[one.place], first, logits[rows.start : rows.start + num_prompt_tokens])
+                rows = rows[num_prompt_tokens - 1 :] if one.decides else rows[:0]
             kept += rows
         return kept
 
-    def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
+    def _schedule(self, jobs: Sequence[VerifyJob]) -> list[_Row]:
         """What is forwarded in this step; jobs that wait for their grammar or their adapter are left out."""
-        able = [
-            i
-            for i, job in enumerate(jobs)
-            if self._sampler.is_ready(job.spec) and not self._runner.adapters.must_wait(job.spec.adapter)
-        ]
-        self._states.begin_step()
-        requests, drafts = [], []
-        for i in able:
-            job = jobs[i]
-            if self._prompts.wants(job) and self._states.num_computed_tokens(job.key) != self._prompts.num_read(job):
-                self._states.release(job.key)  # a step failed after it had cached a part of the prompt
-            salt = prefix_salt(job.spec, job.spec.adapter)
-            self._states.want(job.key, job.log.tokens, self._agreed(job), salt, rank_of(job.key, job.spec))
-            drafts.append(self._draft(job))
-            most = max_slice_rows(self._sampler.vocab_size) if self._prompts.wants(job) else sys.maxsize
-            requests.append(Request(job.key, len(job.log), len(drafts[-1].tokens), most))
-        chosen = self._scheduler.schedule(requests, self._states)
-        chosen = self._prompts.bounded(chosen, [jobs[i] for i in able], self._sampler.vocab_size)
-        scheduled = [
-            (able[row.request], *self._row(jobs[able[row.request]], row, drafts[row.request])) for row in chosen
-        ]
-        self._step = {jobs[i].key: len(row.tokens) for i, row, _ in scheduled}
-        # Rows with the same adapter lie behind one another.
-        scheduled.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
-        return scheduled
+        states, prompts = self._states, self._prompts
+        states.begin_step()
+        places: list[int] = []
+        drafts: list[Draft] = []
+        requests: list[Request] = []
+        for i, job in enumerate(jobs):
+            spec, length = job.spec, len(job.log)
+            if not self._sampler.is_ready(spec) or self._runner.adapters.must_wait(spec.adapter):
+                continue
+            most = sys.maxsize
+            if prompts.wants(job):
+                most = max_slice_rows(self._sampler.vocab_size)
+                if states.num_computed_tokens(job.key) != prompts.num_read(job):
+                    states.release(job.key)  # a step failed after it had cached a part of the prompt
+            known = self._known_of(job)
+            # A log only grows: as far as it was read, it is not compared with what is cached.
+            agreed = known.num_read if known.log is job.log else 0
+            states.want(job.key, job.log.tokens, agreed, known.salt, known.rank)
+            draft = self._draft(job, length) if job.draft else NO_DRAFT
+            places.append(i)
+            drafts.append(draft)
+            requests.append(Request(job.key, length, len(draft.tokens), most))
+        chosen = self._scheduler.schedule(requests, states)
+        chosen = prompts.bounded(chosen, [jobs[i] for i in places], self._sampler.vocab_size)
+        step = [self._row(places[row.request], jobs[places[row.request]], row, drafts[row.request]) for row in chosen]
+        self._step = {jobs[one.place].key: len(one.row.tokens) for one in step}
+        if any(one.row.adapter is not None for one in step):  # rows with the same adapter lie behind one another
+            step.sort(key=lambda one: -1 if one.row.adapter is None else one.row.adapter)
+        return step
 
-    def _draft(self, job: VerifyJob) -> Draft:
+    def _known_of(self, job: VerifyJob) -> _Known:
+        known = self._known.get(job.key)
+        if known is None or known.spec is not job.spec:
+            spec = job.spec
+            known = self._known[job.key] = _Known(spec, prefix_salt(spec, spec.adapter), rank_of(job.key, spec))
+        return known
+
+    def _draft(self, job: VerifyJob, length: int) -> Draft:
         """A job's draft, as far as the model can take it back.
 
         A tree is verified after a single token, by layers that attend. Elsewhere its chain is.
         """
         draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
-        if job.parents and not (
-            self._runner.takes_trees and self._states.num_computed_tokens(job.key) == len(job.log) - 1
-        ):
+        if job.parents and not (self._runner.takes_trees and self._states.num_computed_tokens(job.key) == length - 1):
             draft = draft.chain()
         return draft if self._max_draft is None else draft.only(range(min(len(draft.tokens), self._max_draft)))
 
-    def _row(self, job: VerifyJob, scheduled: ScheduledRow, draft: Draft) -> tuple[RowInput, Draft]:
-        """The row of a job, and the part of its draft that is in it."""
-        num_cached, length = scheduled.num_computed_tokens, len(job.log)
-        draft = draft.only(range(scheduled.num_draft_tokens))
-        tokens = job.log.tail(num_cached, num_cached + scheduled.num_new_tokens)
-        finishes = num_cached + len(tokens) == length
-        if self._runner.no_speculation is not None and job.key not in self._logs:
-            self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
-        if job.key not in self._logs and length == job.spec.output_start:
-            self._num_cached[job.key] = num_cached
-        self._logs[job.key] = job.log, num_cached + len(tokens)
-        num_drafted = len(draft.tokens)
-        num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
-        row = RowInput(
-            self._states.sequence(job.key),
-            tokens + draft.tokens,
-            num_logits,
-            draft.parents,
-            self._runner.adapters.slot(job.spec.adapter),
-        )
-        return row, draft
+    def _row(self, place: int, job: VerifyJob, scheduled: ScheduledRow, draft: Draft) -> _Row:
+        """A job's row, with the part of its draft that is in it."""
+        _, num_cached, num_new, num_drafted = scheduled
+        length, sequence = len(job.log), self._states.sequence(job.key)
+        tokens, adapter = job.log.tail(num_cached, num_cached + num_new), self._runner.adapters.slot(job.spec.adapter)
+        decides = num_cached + num_new == length
+        if num_drafted:
+            draft = draft.only(range(num_drafted))
+            tokens += draft.tokens
+        else:
+            draft = NO_DRAFT
+        reads_prompt = self._prompts.wants(job)
+        num_logits = len(tokens) if reads_prompt else 1 + num_drafted if decides else 0
+        row = RowInput(sequence, tokens, num_logits, draft.parents, adapter)
+        return _Row(place, row, draft, length, decides, reads_prompt)
 
-    def _agreed(self, job: VerifyJob) -> int:
-        """Length up to which the cached tokens are the log's without comparing them: a log only grows."""
-        log, length = self._logs.get(job.key, (None, 0))
-        return length if log is job.log else 0
+    def _note_read(self, jobs: Sequence[VerifyJob], step: Sequence[_Row]) -> None:
+        """Note what the step has read of each log."""
+        for place, row, draft, length, *_ in step:
+            job = jobs[place]
+            known = self._known[job.key]
+            num_read = len(row.sequence) - len(draft.tokens)
+            if known.log is None:
+                if self._runner.no_speculation is not None and job.spec.num_speculative_tokens != 0:
+                    self._num_fallbacks += 1
+                if length == job.spec.output_start:
+                    self._num_cached[job.key] = len(row.sequence) - len(row.tokens)
+            known.log, known.num_read = job.log, num_read
 
-    def _decide(
-        self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
+    def _decision(self, jobs: Sequence[VerifyJob], deciding: Sequence[_Row]) -> Decision:
+        """The acceptance rule over all rows that have logits, in the order in which they are forwarded."""
+        groups = [
+            RowGroup(jobs[place].spec, jobs[place].log.tokens, draft.tokens, parents=draft.parents)
+            for place, _, draft, *_ in deciding
+        ]
+        candidates = [one.draft.candidates for one in deciding]
+        return Decision(self._sampler, groups, candidates, self._runner.output_device)
+
+    def _results(
+        self, jobs: Sequence[VerifyJob], deciding: Sequence[_Row], decision: Decision, hidden: torch.Tensor | None
     ) -> tuple[list[Verification], NDArray[np.bool_]]:
-        """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded.
+        """Wait for what was decided.
 
         Returns:
             A result for each, and what is finite of the whole step, downloaded with them.
         """
-        self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
-        groups = [
-            RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens, parents=draft.parents) for i, _, draft in scheduled
-        ]
-        groups = self._sampler.masked(groups)
-        candidates = [draft.candidates for _, _, draft in scheduled]
-        verified, logprobs, is_finite = decide(self._sampler, logits, groups, candidates, self._runner.is_finite)
+        verified, logprobs, is_finite = decision.collect()
         failures = self._sampler.take_failures()
         self._states.keep_paths(
             [
-                (jobs[i].key, len(jobs[i].log), result.path)
-                for (i, _, draft), result in zip(scheduled, verified, strict=True)
-                if draft.parents
+                (jobs[one.place].key, one.length, result.path)
+                for one, result in zip(deciding, verified, strict=True)
+                if one.draft.parents
             ]
         )
-        drafts = self._next_drafts([jobs[i].wants_own for i, _, _ in scheduled], groups, verified, hidden)
-        results = [
-            Verification(
-                Status.DECIDED,
-                result.run,
-                result.num_accepted,
-                len(group.draft),
-                reported,
-                self._prompts.take(jobs[i]),
-                self._num_cached.pop(jobs[i].key, 0),
-                is_forced=jobs[i].source == "" and len(group.draft) > 0,
-                next_draft=next_draft,
+        groups = decision.groups
+        next_drafts = self._next_drafts([jobs[one.place].wants_own for one in deciding], groups, verified, hidden)
+        results: list[Verification] = []
+        for one, result, group, reported, next_draft in zip(
+            deciding, verified, groups, logprobs, next_drafts, strict=True
+        ):
+            job, num_drafted = jobs[one.place], len(one.draft.tokens)
+            if failures and id(group) in failures:
+                results.append(Verification(Status.FAILED, reason=reason_of(failures[id(group)])))
+                continue
+            results.append(
+                Verification(
+                    Status.DECIDED,
+                    result.run,
+                    result.num_accepted,
+                    num_drafted,
+                    reported,
+                    self._prompts.take(job),
+                    self._num_cached.pop(job.key, 0),
+                    num_drafted > 0 and job.source == "",
+                    next_draft=next_draft,
+                )
             )
-            if id(group) not in failures
-            else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))
-            for (i, _, _), result, group, reported, next_draft in zip(
-                scheduled, verified, groups, logprobs, drafts, strict=True
-            )
-        ]
         return results, is_finite
 
     def _next_drafts(
@@ -350,8 +411,10 @@ class ModelTarget(ModelBackend):
     ) -> list[Draft]:
         """What the heads propose after each run, where wanted, from the row that its last token was chosen in."""
         drafts = [NO_DRAFT] * len(groups)
+        if self._heads is None or hidden is None:
+            return drafts
         places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-        if self._heads is None or hidden is None or not places:
+        if not places:
             return drafts
         starts = Rows(groups).starts
         rows = [starts[i] + verified[i].rows[-1] for i in places]

@@ -172,7 +172,7 @@ def _row(runner: ModelRunner, context: int, num_tokens: int, num_logits: int) ->
     context -= context % _BLOCK_SIZE
     blocks = [0] * runner.pool.blocks_for(context + num_tokens)
     tables = tuple(list(blocks) for _ in runner.pool.groups)
-    sequence = CachedSequence(TokenBuffer([0] * context), tables, salt=None)
+    sequence = CachedSequence(TokenBuffer([0] * context), tables, salt=None, room=context + num_tokens)
     if runner.states is not None:
         sequence.state = SequenceState(0, max(0, context - runner.states.window.num_tokens), context)
     return RowInput(sequence, [0] * num_tokens, num_logits)

@@ -36,6 +36,7 @@ class ExecutorLimits:
         max_length: Most positions of a sequence.
         max_draft_tokens: Most draft tokens of a row.
         has_trees: Whether drafts may be trees.
+        num_extra_words: Room for what goes to the device along with a step; see :meth:`ModelRunner.forward`.
     """
 
     max_rows: int
@@ -43,6 +44,7 @@ class ExecutorLimits:
     max_length: int
     max_draft_tokens: int = 0
     has_trees: bool = False
+    num_extra_words: int = 0
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ _COMPILED_TOKENS = 67
 """Tokens of the step that layers are compiled by: few, as most steps have, and as many as no other size of a model."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowInput:
+class RowInput(NamedTuple):
     """One sequence's part in a forward pass.
 
     Attributes:
@@ -87,6 +85,7 @@ class ModelRunner:
         progress: Layers done, for whoever watches from another thread.
         hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
             size].
+        extra: What came along with the newest step's upload; see :meth:`forward`.
         is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
             and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
         graphs_failure: After :meth:`record_graphs`, why steps are not recorded; empty where they are.
@@ -115,8 +114,9 @@ class ModelRunner:
         self.loaded = loaded
         self.progress = StepProgress()
         self.hidden: torch.Tensor | None = None
+        self.extra: Sequence[torch.Tensor] | None = None
         self.is_finite = torch.ones(0, dtype=torch.bool)
-        self._flag_rows = np.zeros(0, np.int64)  # the row that each flag is of
+        self._counts: tuple[NDArray[np.int64], ...] = ()  # tokens, and rows of logits, of each row of the newest step
         self._finite_tokens: torch.Tensor | None = None
         windows = [group_window(layer) for layer in loaded.attention_layers]
         self.pool = BlockPool(
@@ -154,6 +154,12 @@ class ModelRunner:
     def vocab_size(self) -> int:
         """Width of the logits of :meth:`forward`."""
         return self._vocab_size if self._padding == "cut" else self.loaded.vocab_size
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where logits are."""
+        head = self.loaded.model.get_output_embeddings()
+        return next((parameter.device for parameter in head.parameters()), self.loaded.device)
 
     @property
     def kernel(self) -> str:
@@ -313,13 +319,17 @@ class ModelRunner:
         self.truncate(sequence, 0)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
+    ) -> torch.Tensor:
         """Run the model over the rows' tokens, and append them to their sequences.
 
         Args:
             rows: At least one; no sequence twice.
             tokens: int32 [tokens of all rows], on the device, in place of the rows' own, which are not known here yet.
                 What stands for them is appended; see :meth:`set_tokens`.
+            extra: Arrays that whoever samples will need on the device: they go there in the step's one upload, to
+                :attr:`extra`. That is None where there is no room for them.
 
         Returns:
             Logits, float32 [sum of num_logits, vocab_size] on the model's output device: of each row's last
@@ -330,7 +340,7 @@ class ModelRunner:
             ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
                 that the model does not know.
         """
-        return self._finish(self._launch(rows, tokens))
+        return self._finish(self._launch(rows, tokens, extra))
 
     def set_tokens(self, sequence: CachedSequence, start: int, tokens: Sequence[int]) -> None:
         """Say which tokens were read from position ``start`` on, all of whose numbers are known by now."""
@@ -340,7 +350,8 @@ class ModelRunner:
     @property
     def flag_rows(self) -> NDArray[np.int64]:
         """The row of the newest step that each of :attr:`is_finite` is of."""
-        return self._flag_rows
+        number = np.arange(len(self._counts[0]))
+        return np.concatenate([number.repeat(counts) for counts in self._counts])
 
     def spoilt_rows(self, is_finite: NDArray[np.bool_] | None = None) -> tuple[int, ...]:
         """Rows of the newest step of which something is not finite, by index, in order.
@@ -351,7 +362,7 @@ class ModelRunner:
             is_finite: That attribute on the host; by default it is downloaded.
         """
         flags = self.is_finite.cpu().numpy() if is_finite is None else is_finite
-        return () if flags.all() else tuple(np.unique(self._flag_rows[~flags]).tolist())
+        return () if flags.all() else tuple(np.unique(self.flag_rows[~flags]).tolist())
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
         """The newest step's logits with 0 in rows of which the largest is not finite."""
@@ -362,14 +373,14 @@ class ModelRunner:
             else logits.where(flags.to(logits.device).unsqueeze(1), 0.0)
         )
 
-    def _note_finite(self, rows: Sequence[RowInput], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    def _note_finite(self, own: StepRows, tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep which tokens, and which rows of logits, are finite."""
         self.is_finite = torch.cat((tokens, logits.to(tokens.device)))
-        number = np.arange(len(rows))
-        counts, num_logits = [len(row.tokens) for row in rows], [row.num_logits for row in rows]
-        self._flag_rows = np.concatenate((number.repeat(counts), number.repeat(num_logits)))
+        self._counts = own.num_tokens, own.num_logits
 
-    def _launch(self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def _launch(
+        self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
+    ) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
         own = self._lay_out(rows)
         for number, group in enumerate(self.pool.groups):
@@ -381,7 +392,7 @@ class ModelRunner:
         states: list[tuple[SequenceState, StateRow]] = []
         if self._graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
-                self._steps.upload(sequences, own, tokens)
+                self.extra = self._steps.upload(sequences, own, tokens, extra)
                 output = self._graphs.launch(size)
             self.progress.advance(self.loaded.device)
             wanted: slice | torch.Tensor = slice(num_tokens)
@@ -389,16 +400,16 @@ class ModelRunner:
                 wanted = self._steps.logit_tokens(output.step, num_logits)
             logits, finite = output.logits[wanted], output.finite_logits[wanted]
             self.hidden = None if output.hidden is None else output.hidden[wanted]
-            self._note_finite(rows, output.finite_tokens[:num_tokens], finite)
+            self._note_finite(own, output.finite_tokens[:num_tokens], finite)
         else:
-            step = self._steps.begin(sequences, own, tokens)
+            step, self.extra = self._steps.begin(sequences, own, tokens, extra)
             states = self._begin_states(rows, own)
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
             with self._functions, self._used_adapters(rows, own), compiled:
                 every = num_logits == num_tokens
                 result = self._run(self._steps, step, None if every else self._steps.logit_tokens(step, num_logits))
             logits = result.logits
-            self._note_finite(rows, result.finite_tokens, result.finite_logits)
+            self._note_finite(own, result.finite_tokens, result.finite_logits)
         for row in rows:
             row.sequence.tokens.extend(row.tokens)
         for state, after in states:
@@ -542,25 +553,31 @@ class ModelRunner:
 
     def _lay_out(self, rows: Sequence[RowInput]) -> StepRows:
         """All rows' tokens behind one another, and their numbers."""
-        for row in rows:
-            self._check(row)
         if not rows or len({id(row.sequence) for row in rows}) != len(rows):
             raise ValueError("rows must not be empty, nor hold a sequence twice")
-        tokens = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64)
-        if not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
+        tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64)
+        if not len(tokens) or not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
             raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
-        counts, cached, logits = np.array([(len(r.tokens), len(r.sequence.tokens), r.num_logits) for r in rows]).T
+        counts, cached, logits, room = np.array(
+            [(len(new), len(sequence), num_logits, sequence.room) for sequence, new, num_logits, *_ in rows]
+        ).T
+        is_wrong = (counts < 1) | (logits < 0) | (logits > counts)
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            raise ValueError(f"num_logits must be in [0, {counts[row]}], the number of tokens, got {logits[row]}")
+        has_none = cached + counts > room
+        if has_none.any():
+            row = int(has_none.argmax())
+            raise ValueError(f"no room is reserved for {counts[row]} tokens after position {cached[row]}")
+        if self.states is not None:
+            self._check_states(rows)
         parents = {i: row.parents for i, row in enumerate(rows) if row.parents}
         return StepRows(tokens.astype(np.int32), counts, cached, logits, parents)
 
-    def _check(self, row: RowInput) -> None:
-        sequence, num_tokens = row.sequence, len(row.tokens)
-        if not 0 <= row.num_logits <= num_tokens or not num_tokens:
-            raise ValueError(f"num_logits must be in [0, {num_tokens}], the number of tokens, got {row.num_logits}")
-        if not self.pool.is_reserved(sequence, len(sequence.tokens) + num_tokens):
-            raise ValueError(f"no room is reserved for {num_tokens} tokens after position {len(sequence.tokens)}")
-        if self.states is not None and (sequence.state is None or sequence.state.oldest > len(sequence.tokens)):
-            raise ValueError("no room is reserved for the sequence's recurrent state, or a failed step has spoilt it")
+    def _check_states(self, rows: Sequence[RowInput]) -> None:
+        for sequence in (row.sequence for row in rows):
+            if sequence.state is None or sequence.state.oldest > len(sequence.tokens):
+                raise ValueError("no room is reserved for the recurrent state, or a failed step has spoilt it")
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         if self._vocab_size == self.loaded.vocab_size:

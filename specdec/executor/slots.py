@@ -5,7 +5,7 @@ The host has a copy of what it has set itself, and sends differences. The device
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -102,6 +102,16 @@ class SlotTable(Generic[Key]):
     def __getitem__(self, key: Key) -> int:
         """The slot of a sequence that has one."""
         return self._slot_of[key]
+
+    def num_missing(self, keys: Iterable[Key]) -> int:
+        """How many of some sequences have no slot."""
+        slot_of = self._slot_of
+        return sum([key not in slot_of for key in keys])
+
+    def all_of(self, keys: Iterable[Key]) -> list[int]:
+        """The slots of some sequences; those that have none take one."""
+        slot_of = self._slot_of
+        return [slot_of[key] if key in slot_of else self.take(key) for key in keys]
 
     def take(self, key: Key) -> int:
         """A slot for a sequence.

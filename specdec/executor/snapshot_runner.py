@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 
 from specdec.cache.recurrent.opaque import SnapshotPool, run_opaque
 from specdec.cache.recurrent.slots import Window
@@ -57,10 +58,12 @@ class SnapshotRunner(ModelRunner):
         return None if self._reads_many else "reads_single_tokens"
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """As :meth:`ModelRunner.forward`; all tokens are known."""
+    def forward(
+        self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
+    ) -> torch.Tensor:
+        """As :meth:`ModelRunner.forward`; all tokens are known, and nothing comes along."""
         assert tokens is None
-        self._lay_out(rows)
+        own = self._lay_out(rows)
         for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
             group.prepare(lambda _: None, lambda _: None)
         wanted, finite_tokens, finite_logits = [], [], []
@@ -74,7 +77,7 @@ class SnapshotRunner(ModelRunner):
             wanted.append(logits[len(new) - row.num_logits :])
             finite_tokens.append(logits.amax(1).isfinite())
             finite_logits.append(finite_tokens[-1][len(new) - row.num_logits :])
-        self._note_finite(rows, torch.cat(finite_tokens), torch.cat(finite_logits))
+        self._note_finite(own, torch.cat(finite_tokens), torch.cat(finite_logits))
         return self._finish(torch.cat(wanted))
 
     def _read(self, tokens: list[int], position: int, state: Any) -> tuple[torch.Tensor, Any]:

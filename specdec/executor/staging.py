@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,10 +28,21 @@ _NUMPY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float64: np.float64,
 }
 
+_TORCH_TYPES = {np.dtype(of_numpy): of_torch for of_torch, of_numpy in _NUMPY_TYPES.items()}
+
 Arrays = Mapping[str, NDArray[Any]]
 """The fields of a layout in a buffer on the host, by name."""
 Tensors = Mapping[str, Tensor]
 """The same on the device."""
+
+
+def _aligned(num_words: int) -> int:
+    return -(-num_words // _ALIGNMENT) * _ALIGNMENT
+
+
+def num_words_of(arrays: Sequence[NDArray[Any]]) -> int:
+    """Words that arrays take behind a layout's fields."""
+    return sum([_aligned(values.nbytes // WORD_BYTES) for values in arrays])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +95,13 @@ class Layout:
         offsets, end = {}, 0
         for field in self.fields:
             offsets[field.name] = end
-            end += -(-field.num_words // _ALIGNMENT) * _ALIGNMENT
+            end += _aligned(field.num_words)
         return offsets
 
     @cached_property
     def num_words(self) -> int:
         """Words of a buffer."""
-        return sum(-(-field.num_words // _ALIGNMENT) * _ALIGNMENT for field in self.fields)
+        return sum(_aligned(field.num_words) for field in self.fields)
 
     def arrays(self, buffer: NDArray[np.int32]) -> Arrays:
         """Views of the fields.
@@ -121,12 +132,14 @@ class _HostBuffer:
     Args:
         layout: What is in it.
         device: Where it is copied to or from. Memory is pinned for a GPU; elsewhere copies are done when they return.
+        num_extra_words: Words behind the layout's.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, num_extra_words: int = 0) -> None:
         is_gpu = device.type == "cuda"
-        self.words = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=is_gpu)
-        self.arrays = layout.arrays(self.words.numpy())
+        self.words = torch.zeros(layout.num_words + num_extra_words, dtype=torch.int32, pin_memory=is_gpu)
+        self.in_numpy = self.words.numpy()
+        self.arrays = layout.arrays(self.in_numpy)
         # A blocking event puts the thread that waits to sleep, where others keep a core and the driver's lock busy.
         self._event = torch.cuda.Event(blocking=True) if is_gpu else None  # type: ignore[no-untyped-call]
         self._device = device
@@ -153,27 +166,32 @@ def _copy(to: Tensor, of: Tensor, num_words: int | None) -> None:
 class Staging:
     """The input of steps: the host fills one buffer of a ring while the device may still read the one before.
 
-    The tensors stay where they are, so that a captured graph can read them. Used by one thread, and on one stream.
+    The tensors stay where they are, so that a captured graph can read them. Arrays whose shapes change from step to
+    step travel behind them in the same copy. Used by one thread, and on one stream.
 
     Args:
         layout: What a step's input is.
         device: Where it goes.
         depth: Buffers of the ring.
+        num_extra_words: Room for arrays behind the layout's fields.
 
     Attributes:
         layout: What a step's input is.
+        num_extra_words: Room for arrays behind the layout's fields.
         words: All of it on the device.
         tensors: The fields on the device, as the newest upload has left them.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, depth: int = 2) -> None:
+    def __init__(self, layout: Layout, device: torch.device, depth: int = 2, num_extra_words: int = 0) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
-        self.layout = layout
-        self.words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.layout, self.num_extra_words = layout, num_extra_words
+        self.words = torch.zeros(layout.num_words + num_extra_words, dtype=torch.int32, device=device)
         self.tensors = layout.tensors(self.words)
-        self._free = deque(_HostBuffer(layout, device) for _ in range(depth))
+        self._free = deque(_HostBuffer(layout, device, num_extra_words) for _ in range(depth))
         self._filling: _HostBuffer | None = None
+        self._extra_shapes: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
+        self._extra: list[Tensor] = []
 
     def begin(self) -> Arrays:
         """The next buffer's fields, to be filled. They hold what they held ``depth`` uploads ago.
@@ -185,22 +203,42 @@ class Staging:
             self._filling.wait()
         return self._filling.arrays
 
-    def upload(self, num_words: int | None = None) -> None:
+    def upload(self, extra: Sequence[NDArray[Any]] = ()) -> list[Tensor]:
         """Put one copy of the filled buffer in the device's queue.
 
         Args:
-            num_words: How many of the first words are copied; by default all of them.
+            extra: Arrays of int32, float32, int64 or float64 that go along; see :func:`num_words_of`.
+
+        Returns:
+            These on the device, until the next upload.
 
         Raises:
             RuntimeError: :meth:`begin` has not been called.
+            ValueError: there is no room for ``extra``.
         """
         buffer = self._filling
         if buffer is None:
             raise RuntimeError("begin comes before upload")
-        _copy(self.words, buffer.words, num_words)
+        end = self.layout.num_words
+        shapes = [(values.dtype, values.shape) for values in extra]
+        is_as_before = shapes == self._extra_shapes  # steps that decode have the shapes of the step before
+        if extra and num_words_of(extra) > self.num_extra_words:
+            raise ValueError(f"extra must have {self.num_extra_words} words at most, got {num_words_of(extra)}")
+        tensors = self._extra if is_as_before else []
+        for values in extra:
+            num_words = values.nbytes // WORD_BYTES
+            if num_words:
+                buffer.in_numpy[end : end + num_words].view(values.dtype).reshape(values.shape)[...] = values
+            if not is_as_before:
+                of_values = self.words[end : end + num_words].view(_TORCH_TYPES[values.dtype]).view(values.shape)
+                tensors.append(of_values)
+            end += _aligned(num_words)
+        self._extra, self._extra_shapes = tensors, shapes
+        _copy(self.words, buffer.words, end)
         buffer.mark()
         self._filling = None
         self._free.append(buffer)
+        return tensors
 
 
 class Record:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.executor.derive import DerivedStep, Deriver, StepShape, lay_out
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.slots import SlotShape, SlotState, SlotTable, SlotUpdates
-from specdec.executor.staging import Staging
+from specdec.executor.staging import Staging, num_words_of
 from specdec.kernels.attention import GroupStep, StepBounds
 
 _MIN_SLOTS, _MIN_BLOCKS, _MIN_TOKENS = 8, 16, 16
@@ -61,6 +62,7 @@ class Steps:
         self._pool, self._device, self._limits = pool, device, limits
         self._null_blocks = tuple(group.null_block for group in pool.groups)
         self._has_updates = False
+        self._num_extra = 0 if limits is None else limits.num_extra_words
         if limits is None:
             self._make_state(_MIN_SLOTS, _MIN_BLOCKS)
             self._make_step(_step_shape(_MIN_SLOTS, _MIN_TOKENS))
@@ -83,36 +85,53 @@ class Steps:
             self._slots.give_back(sequence)
 
     def begin(
-        self, sequences: Sequence[CachedSequence], rows: StepRows, tokens: torch.Tensor | None = None
-    ) -> DerivedStep:
+        self,
+        sequences: Sequence[CachedSequence],
+        rows: StepRows,
+        tokens: torch.Tensor | None = None,
+        extra: Sequence[NDArray[Any]] = (),
+    ) -> tuple[DerivedStep, Sequence[torch.Tensor] | None]:
         """Upload a step, and derive its tokens. Waits for nothing on the device.
 
         Args:
             sequences: Of each row, none twice, with room for its tokens.
             rows: The rows.
             tokens: int32 [T], on the device, in place of the rows' own.
+            extra: Arrays that go along.
+
+        Returns:
+            The step, and ``extra`` on the device, until the next upload; None where there is no room for it.
 
         Raises:
             ValueError: the step is larger than the limits.
         """
         with self.sent_anew_on_failure():
-            self.upload(sequences, rows, tokens)
-            return self.derive(len(rows.tokens), is_padded=False)
+            sent = self.upload(sequences, rows, tokens, extra)
+            return self.derive(len(rows.tokens), is_padded=False), sent
 
-    def upload(self, sequences: Sequence[CachedSequence], rows: StepRows, tokens: torch.Tensor | None = None) -> None:
+    def upload(
+        self,
+        sequences: Sequence[CachedSequence],
+        rows: StepRows,
+        tokens: torch.Tensor | None = None,
+        extra: Sequence[NDArray[Any]] = (),
+    ) -> Sequence[torch.Tensor] | None:
         """The first half of :meth:`begin`."""
         num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
-        self._make_room(sequences, rows, int(num_blocks.max()))
-        slots = [self._slots[one] if one in self._slots else self._slots.take(one) for one in sequences]
-        for slot, sequence, needed in zip(slots, sequences, num_blocks.tolist(), strict=True):
-            if sequence.num_sent < needed:
-                for group, table in enumerate(sequence.tables):
-                    self._updates.set_blocks(group, slot, sequence.num_sent, table[sequence.num_sent : needed])
-                sequence.num_sent = needed
+        self._make_room(sequences, rows, int(num_blocks.max()), num_words_of(extra))
+        slots = self._slots.all_of(sequences)
+        num_sent = np.array([sequence.num_sent for sequence in sequences])
+        for row in np.flatnonzero(num_sent < num_blocks).tolist():
+            sequence, first, needed = sequences[row], int(num_sent[row]), int(num_blocks[row])
+            for group, table in enumerate(sequence.tables):
+                self._updates.set_blocks(group, slots[row], first, table[first:needed])
+            sequence.num_sent = needed
         self._set_lengths(np.array(slots), rows)
-        self._lay_out(slots, rows)
+        has_room = num_words_of(extra) <= self.staging.num_extra_words
+        sent = self._lay_out(slots, rows, extra if has_room else ())
         if tokens is not None:
             self.staging.tensors["tokens"][: len(rows.tokens)].copy_(tokens)
+        return sent if has_room else None
 
     def derive(self, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
         """The second half: what the device makes of the newest upload.
@@ -148,7 +167,9 @@ class Steps:
         none = np.zeros(0, np.int64)
         self._lay_out([], StepRows(none.astype(np.int32), none, none, none, {}))
 
-    def _lay_out(self, slots: Sequence[int], rows: StepRows) -> None:
+    def _lay_out(
+        self, slots: Sequence[int], rows: StepRows, extra: Sequence[NDArray[Any]] = ()
+    ) -> Sequence[torch.Tensor]:
         num_drafts = np.zeros(len(slots), np.int64)
         for row, parents in rows.parents.items():
             num_drafts[row] = len(parents)
@@ -171,7 +192,7 @@ class Steps:
             parents=rows.parents,
             is_checked=not rows.parents,
         )
-        self.staging.upload()
+        return self.staging.upload(extra)
 
     def _set_lengths(self, slots: NDArray[np.int64], rows: StepRows) -> None:
         """Say how long sequences are that were cut back, or are new, since the device has moved them on."""
@@ -189,9 +210,10 @@ class Steps:
         size = self._pool.block_size
         return [GroupStep(*one, size) for one in zip(step.attention, step.cache_slots, strict=True)]
 
-    def _make_room(self, sequences: Sequence[CachedSequence], rows: StepRows, num_blocks: int) -> None:
+    def _make_room(self, sequences: Sequence[CachedSequence], rows: StepRows, num_blocks: int, num_extra: int) -> None:
+        """See to it that a step fits, and ``num_extra`` words with it where memory may grow."""
         state, shape = self._state.shape, self._shape
-        num_new = sum(sequence not in self._slots for sequence in sequences)
+        num_new = self._slots.num_missing(sequences)
         num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, len(rows.tokens))
         has_trees = shape.has_trees or bool(rows.parents)
         is_too_small = (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees)
@@ -206,6 +228,8 @@ class Steps:
             self._make_state(num_slots, max(state.max_blocks, _power_of_two(num_blocks)))
             for sequence in held:
                 sequence.num_sent = 0
+        if num_extra > self._num_extra:
+            self._num_extra, is_too_small = _power_of_two(num_extra), True
         if is_too_small:
             self._make_step(_step_shape(_power_of_two(num_rows), _power_of_two(num_tokens), has_trees))
         elif self._deriver.state is not self._state:
@@ -231,7 +255,8 @@ class Steps:
         self._lengths = np.zeros(num_slots, np.int64)  # as the device has them
 
     def _make_step(self, shape: StepShape) -> None:
-        staging, deriver = Staging(shape.layout, self._device), Deriver(shape, self._state)
+        staging = Staging(shape.layout, self._device, num_extra_words=self._num_extra)
+        deriver = Deriver(shape, self._state)
         self._shape, self.staging, self._deriver = shape, staging, deriver
 
 

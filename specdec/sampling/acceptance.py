@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.core.messages import Candidates
 from specdec.core.types import Tokens
+from specdec.sampling.on_kernels import KernelSampler, LaidOut, Launched
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
 from specdec.sampling.rows import LogprobReport, RowGroup, Rows, VerifiedRun, on_device, row_slices
@@ -78,6 +79,75 @@ class Decided(NamedTuple):
     flags: NDArray[np.bool_]
 
 
+class Decision:
+    """The decisions of a step, in three parts: what can be laid out before its pass, launched behind it, collected.
+
+    Every group's run is decided by the rule that its request names. Where kernels decide, all of it comes to the host
+    at once, and nothing is waited for before :meth:`collect`. Else :meth:`launch` decides.
+
+    Args:
+        sampler: Applies each request's parameters.
+        groups: The sequences of the step's rows of logits, in order.
+        candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
+        device: Where logits will be.
+
+    Attributes:
+        groups: As given, with the masks of grammars.
+        arrays: What has to be on the device before :meth:`launch`: it may travel with the step's input.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        groups: Sequence[RowGroup],
+        candidates: Sequence[tuple[Candidates, ...]],
+        device: torch.device,
+    ) -> None:
+        self.groups = sampler.masked(groups)
+        self._sampler, self._candidates, self._kernels = sampler, candidates, sampler.kernels(device)
+        rows = Rows(self.groups)
+        self._slices = list(row_slices(rows.counts, sampler.vocab_size))
+        self._laid_out: LaidOut | None = None
+        self._launched: Launched | None = None
+        if self._kernels is not None and len(self._slices) == 1:
+            self._laid_out = self._kernels.lay_out(rows, candidates)
+        self.arrays: Sequence[NDArray[Any]] = () if self._laid_out is None else self._laid_out.arrays
+        self._decided = Decided([], [], _NO_FLAGS)
+
+    def launch(self, logits: Tensor, flags: Tensor | None = None, sent: Sequence[Tensor] | None = None) -> None:
+        """Decide, as soon as the device has come to it.
+
+        Args:
+            logits: float32 [N, at least V], the target's.
+            flags: bool [F], to be brought along.
+            sent: :attr:`arrays` on the device, if they are there.
+        """
+        if self._kernels is not None and self._laid_out is not None:
+            self._launched = self._kernels.launch(logits, self._laid_out, sent, flags)
+        elif self._kernels is not None:
+            self._decided = self._in_parts(self._kernels, logits, flags)
+        else:
+            runs: list[VerifiedRun] = []
+            for part, rows in self._slices:
+                runs += _verify(self._sampler, logits[rows], self.groups[part], self._candidates[part])
+            logprobs = self._sampler.logprobs(logits, self.groups, runs)
+            self._decided = Decided(runs, logprobs, _NO_FLAGS if flags is None else flags.cpu().numpy())
+
+    def collect(self) -> Decided:
+        """What was decided."""
+        return self._decided if self._launched is None else Decided(*self._launched.collect())
+
+    def _in_parts(self, kernels: KernelSampler, logits: Tensor, flags: Tensor | None) -> Decided:
+        runs, logprobs, brought = list[VerifiedRun](), list[LogprobReport](), _NO_FLAGS
+        for part, rows in self._slices:
+            laid_out = kernels.lay_out(Rows(self.groups[part]), self._candidates[part])
+            found = kernels.launch(logits[rows], laid_out, None, None if runs else flags).collect()
+            brought = brought if runs else found[2]
+            runs += found[0]
+            logprobs += found[1]
+        return Decided(runs, logprobs, brought)
+
+
 def decide(
     sampler: Sampler,
     logits: Tensor,
@@ -85,33 +155,10 @@ def decide(
     candidates: Sequence[tuple[Candidates, ...]],
     flags: Tensor | None = None,
 ) -> Decided:
-    """Decide every group's run by the rule its request names, and what to report of it.
-
-    Where kernels decide, all of it comes to the host at once.
-
-    Args:
-        sampler: Applies each request's parameters.
-        logits: float32 [N, at least V], the target's.
-        groups: The sequences of the N rows, in order.
-        candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
-        flags: bool [F], to be brought along.
-    """
-    kernels = sampler.kernels(logits.device)
-    runs: list[VerifiedRun] = []
-    if kernels is None:
-        for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
-            runs += _verify(sampler, logits[rows], groups[part], candidates[part])
-        return Decided(
-            runs, sampler.logprobs(logits, groups, runs), _NO_FLAGS if flags is None else flags.cpu().numpy()
-        )
-    logprobs, brought = list[LogprobReport](), _NO_FLAGS
-    for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
-        own = Rows(sampler.masked(groups[part]))
-        found = kernels.verify(logits[rows], own, candidates[part], None if runs else flags)
-        brought = brought if runs else found[2]
-        runs += found[0]
-        logprobs += found[1]
-    return Decided(runs, logprobs, brought)
+    """A whole :class:`Decision` at once."""
+    decision = Decision(sampler, groups, candidates, logits.device)
+    decision.launch(logits, flags)
+    return decision.collect()
 
 
 def verify(

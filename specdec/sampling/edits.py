@@ -17,8 +17,9 @@ from torch import Tensor
 from specdec.core.params import SamplingParams
 from specdec.core.tokens import as_list
 from specdec.sampling.kept import WhileAlive
+from specdec.sampling.parameters import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, PENALTIES, ParameterRows, all_features
 from specdec.sampling.rows import RowGroup, Rows, on_device
-from specdec.sampling.token_counts import Changes, TokenCounts, bits_of, uses_penalties
+from specdec.sampling.token_counts import Changes, TokenCounts, bits_of
 
 _BITS = 32
 
@@ -28,10 +29,11 @@ class Edits:
     """What requests change of the logits of N rows of R groups, in numpy; [.., 0] where nobody does.
 
     Attributes:
+        parameters: The groups', as :data:`~specdec.sampling.parameters.PARAMETERS` [R].
+        features: What any of them uses.
         bias_token: int32 [R, B], -1 for none.
         bias: float32 [R, B].
         slots: int32 [R], each group's in the counts; -1 for those without penalties.
-        penalties: float32 [R, 3]: repetition, frequency, presence; 1, 0, 0 for none.
         ahead: int32 [N, A], tokens before a row that its slot does not count; -1 for none.
         changes: Of the counts, before slots are read.
         allowed: int32 [R], the row of ``masks`` of the tokens that a request allows; -1 for all.
@@ -41,10 +43,11 @@ class Edits:
         bad: int32 [N, W], tokens that would complete a bad word; -1 for none.
     """
 
+    parameters: NDArray[Any]
+    features: int
     bias_token: NDArray[np.int32]
     bias: NDArray[np.float32]
     slots: NDArray[np.int32]
-    penalties: NDArray[np.float32]
     ahead: NDArray[np.int32]
     changes: Changes
     allowed: NDArray[np.int32]
@@ -72,29 +75,42 @@ class Editor:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self.device = vocab_size, device
         self.token_counts = TokenCounts(vocab_size, device)
+        self._parameters = ParameterRows()
         # A live request's arrays are made once, not in every step.
         self._biases = WhileAlive[SamplingParams, tuple[NDArray[np.int32], NDArray[np.float32]]]()
         self._allowed = WhileAlive[SamplingParams, Tensor]()
 
     def lay_out(self, rows: Rows) -> Edits:
         """The edits of a step, whose groups with a grammar have their masks."""
-        wanted = [group.spec.sampling for group in rows.groups]
-        biases = [self._bias(params) if params.logit_bias else _NO_BIAS for params in wanted]
-        counted = self.token_counts.counted(rows.groups)
-        penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in wanted]
-        masks, allowed, grammar = self._masks(rows)
+        groups = rows.groups
+        parameters = self._parameters.of(groups)
+        using, features = parameters["features"], all_features(parameters)
+        no_tokens = np.empty((rows.num_rows, 0), np.int32)
+        bias_token, bias = np.empty((len(groups), 0), np.int32), np.empty((len(groups), 0), np.float32)
+        if features & BIAS:
+            biases = [
+                self._bias(group.spec.sampling) if group.spec.sampling.logit_bias else _NO_BIAS for group in groups
+            ]
+            bias_token = padded([tokens for tokens, _ in biases], np.int32, -1)
+            bias = padded([values for _, values in biases], np.float32, 0)
+        counted, ahead = self.token_counts.none_counted(len(groups)), no_tokens
+        if features & PENALTIES:
+            counted = self.token_counts.counted(groups)
+            ahead = _by_row(rows, using & PENALTIES, _Ahead(counted.ahead, self._vocab_size))
+        masks, allowed, grammar = self._masks(rows, features)
         return Edits(
-            bias_token=padded([tokens for tokens, _ in biases], np.int32, -1),
-            bias=padded([values for _, values in biases], np.float32, 0),
+            parameters=parameters,
+            features=features,
+            bias_token=bias_token,
+            bias=bias,
             slots=counted.slots,
-            penalties=np.array(penalties, np.float32).reshape(-1, 3),
-            ahead=padded(_by_row(rows, uses_penalties, _Ahead(counted.ahead, self._vocab_size)), np.int32, -1),
+            ahead=ahead,
             changes=counted.changes,
             allowed=allowed,
             grammar=grammar,
             masks=masks,
-            ended=padded(_by_row(rows, lambda params: params.min_tokens > 0, self._ended), np.int32, -1),
-            bad=padded(_by_row(rows, lambda params: params.bad_words, self._bad), np.int32, -1),
+            ended=_by_row(rows, using & MIN_TOKENS, self._ended) if features & MIN_TOKENS else no_tokens,
+            bad=_by_row(rows, using & BAD_WORDS, self._bad) if features & BAD_WORDS else no_tokens,
         )
 
     def apply(self, logits: Tensor, rows: Rows, edits: Edits) -> Tensor:
@@ -142,7 +158,7 @@ class Editor:
             logits.device,
             index,
             of_rows[index].astype(np.int64),  # torch is ten times as slow by int32
-            np.ascontiguousarray(rows.spread(edits.penalties)[index].T),
+            np.ascontiguousarray(rows.spread(edits.parameters["penalties"])[index].T),
             of_row,
             edits.ahead[index][of_row, entry].astype(np.int64),
             *edits.changes,
@@ -151,7 +167,7 @@ class Editor:
         count = counts.index_select(0, slots)
         count.index_put_((row, token), torch.ones_like(token, dtype=torch.int32), accumulate=True)
         is_known = count > 0
-        if (edits.penalties[:, 0] != 1).any():
+        if (edits.parameters["penalties"][:, 0] != 1).any():
             is_known |= unpacked(bits.index_select(0, slots), logits.shape[1])
         # Few tokens of a vocabulary are in a sequence.
         at = is_known.view(-1).nonzero().squeeze(1)
@@ -173,10 +189,12 @@ class Editor:
             kept = self._biases.put(params, (np.array(ids, dtype=np.int32), np.array(biases, dtype=np.float32)))
         return kept
 
-    def _masks(self, rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    def _masks(self, rows: Rows, features: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """All masks of a step, then which of them each group's request allows, and which each row's grammar."""
         masks: list[Tensor] = []
         allowed, grammar = np.full(len(rows.groups), -1, np.int32), np.full(rows.num_rows, -1, np.int32)
+        if not features & ALLOWED and all(group.mask is None for group in rows.groups):
+            return _NO_MASKS, allowed, grammar
         num_masks, width = 0, -(-self._vocab_size // _BITS)
         for number, group in enumerate(rows.groups):
             params = group.spec.sampling
@@ -194,7 +212,7 @@ class Editor:
                 start, count = rows.starts[number], rows.counts[number]
                 grammar[start : start + count] = np.arange(num_masks, num_masks + count)
                 num_masks += count
-        return torch.cat(masks).numpy() if masks else _NO_MASKS, allowed, grammar
+        return torch.cat(masks).numpy(), allowed, grammar
 
     def _ended(self, _: int, group: RowGroup) -> Iterator[Sequence[int]]:
         """The tokens that may not end each row; none where every token of the vocabulary ends the sequence."""
@@ -233,16 +251,14 @@ class _Ahead:
 
 
 def _by_row(
-    rows: Rows,
-    uses: Callable[[SamplingParams], object],
-    of_group: Callable[[int, RowGroup], Iterable[Sequence[int]]],
-) -> list[Sequence[int]]:
-    """A list for each row, by group for those that use a feature and empty for others; all empty where none does."""
+    rows: Rows, uses: NDArray[np.int32], of_group: Callable[[int, RowGroup], Iterable[Sequence[int]]]
+) -> NDArray[np.int32]:
+    """[N, longest]: tokens of each row of the groups that use something, filled up with -1."""
     lists: list[Sequence[int]] = [()] * rows.num_rows
-    for number in rows.using(uses):
+    for number in np.flatnonzero(uses).tolist():
         start = rows.starts[number]
         lists[start : start + rows.counts[number]] = of_group(number, rows.groups[number])
-    return lists
+    return padded(lists, np.int32, -1)
 
 
 def padded(lists: Sequence[Sequence[float] | NDArray[Any]], dtype: type[Any], fill: float) -> NDArray[Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,16 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.messages import Candidates
-from specdec.executor.staging import Field, Layout, Record, Staging
+from specdec.executor.staging import Field, Layout, Record, Staging, num_words_of
 from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width
 from specdec.sampling.edits import Editor, Edits, padded
 from specdec.sampling.logprobs import entries_of, logprob_numbers
-from specdec.sampling.rows import UNUSED_TRUNCATION, LogprobReport, Rows, VerifiedRun
+from specdec.sampling.parameters import LOGPROBS, NOISE, PENALTIES, REJECTION, TRUNCATION
+from specdec.sampling.rows import LogprobReport, Rows, VerifiedRun
+from specdec.sampling.token_counts import Changes, TokenCounts
 
 _LEAST_CAPABILITY = (8, 0)
-_WORD_BYTES, _ALIGNMENT = 4, 4
-"""Of what is sent: int32 words, and in words where an array may begin."""
 _NOTHING = Candidates((), ())
+_NOBODY = np.zeros(0, np.int64)
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -36,7 +38,20 @@ def _can_run(device: torch.device) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-_TYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int64, np.float64: torch.float64}
+class LaidOut(NamedTuple):
+    """A step as kernels are given it, on the host.
+
+    Attributes:
+        rows: Its rows.
+        arrays: What has to be on the device.
+        options: What is used at all, by the names of ``TritonSampler.decide``.
+        asking: Numbers of the groups that ask for log probabilities.
+    """
+
+    rows: Rows
+    arrays: list[NDArray[Any]]
+    options: dict[str, bool]
+    asking: list[int]
 
 
 class StagedStep(NamedTuple):
@@ -45,12 +60,12 @@ class StagedStep(NamedTuple):
     Attributes:
         step: Its arrays, on the device.
         options: What is used at all, by the names of ``TritonSampler.decide``.
-        others: What else was sent.
+        asking: int64 [G], numbers of the groups that ask for log probabilities.
     """
 
     step: SampleStep
     options: dict[str, bool]
-    others: list[Tensor]
+    asking: Tensor
 
 
 class KernelSampler:
@@ -67,8 +82,6 @@ class KernelSampler:
         self._kernels: Any = None
         self._record: Record | None = None
         self._staging: Staging | None = None
-        self._sent_shapes: list[tuple[type[Any], tuple[int, ...]]] = []
-        self._views: list[Tensor] = []
 
     def sample(self, logits: Tensor, rows: Rows) -> Tensor:
         """The coupled rule's token for every row: int32 [N], overwritten by the next step.
@@ -77,90 +90,82 @@ class KernelSampler:
             logits: [N, at least V], as the model gave them; not changed.
             rows: Of them; groups with a grammar have their masks.
         """
-        self._decide(logits, self.stage(rows), rows)
+        self._decide(logits, self.staged(self.lay_out(rows)), rows)
         return self._chosen(rows)
 
     def score(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The same, and by what they were chosen, with noise: float32 [N, V]."""
         scores = torch.empty(rows.num_rows, self._vocab_size, device=self._device)
-        self._decide(logits, self.stage(rows), rows, scores)
+        self._decide(logits, self.staged(self.lay_out(rows)), rows, scores)
         return self._chosen(rows), scores
 
-    def verify(
-        self, logits: Tensor, rows: Rows, candidates: Sequence[tuple[Candidates, ...]], flags: Tensor | None
-    ) -> tuple[list[VerifiedRun], list[LogprobReport], NDArray[np.bool_]]:
-        """Decide by both rules. One transfer brings all of it to the host, and there is one wait.
+    def launch(
+        self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None, flags: Tensor | None
+    ) -> Launched:
+        """Put a step's decisions by both rules, and one copy of all that is told of them, in the device's queue.
 
         Args:
             logits: As above.
-            rows: As above.
-            candidates: Of each group, what its draft was drawn from under the rejection rule.
+            laid_out: The step.
+            sent: Its arrays on the device; None brings them there by a transfer of their own.
             flags: bool [F], on the device, to be brought along.
-
-        Returns:
-            Each group's run, what to report of it, and the flags.
         """
-        asking = rows.using(lambda params: params.logprobs is not None)
+        rows, asking = laid_out.rows, laid_out.asking
         num_top = [rows.groups[i].spec.sampling.logprobs or 0 for i in asking]
         most = max((rows.counts[i] for i in asking), default=0)
-        first = np.array([rows.starts[i] for i in asking], np.int64)
-        staged = self.stage(rows, candidates, np.array(asking, np.int64), first)
+        staged = self.staged(laid_out, sent)
         self._make_room(rows)
         width = 2 + 2 * min(max(2, *num_top, 0), self._vocab_size)
         num_flags = 0 if flags is None else len(flags)
         record = self._begin_record(num_flags, len(asking) * most, width)
+        while record.num_under_way:
+            record.collect()  # of a step that failed, or was given up
         self._decide(logits, staged, rows)
         if flags is not None:
             record.tensors["flags"][:num_flags].copy_(flags)
         if asking:
             given = record.tensors["numbers"][: len(asking) * most * width]
-            numbers, starts = staged.others
-            given.copy_(self._logprobs(logits, numbers, starts, most, max(num_top)).view(-1))
+            numbers = self._logprobs(logits, staged.step, staged.asking, most, max(num_top))
+            given.copy_(numbers.view(-1))
         # Numbers come last, and are not copied where nobody asks.
         record.download(None if asking else record.layout.offsets["numbers"])
-        arrays = record.collect()
-        decided = arrays["decided"]
-        runs = [_run(decided[i], len(decided[i]) // 2 - 1, bool(group.parents)) for i, group in enumerate(rows.groups)]
-        reports: list[LogprobReport] = [None] * len(runs)
-        reported = arrays["numbers"][: len(asking) * most * width].reshape(len(asking), most, width)
-        for i, own, top in zip(asking, reported, num_top, strict=True):
-            own = own[: len(runs[i].run)]
-            reports[i] = tuple(entries_of(own.tolist(), [top] * len(own)))
-        return runs, reports, arrays["flags"][:num_flags] != 0
+        return Launched(record, rows, asking, num_top, (len(asking), most, width), num_flags)
 
-    def stage(
-        self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = (), *others: NDArray[np.int64]
-    ) -> StagedStep:
-        """Lay a step out, and bring it to the device in one transfer; it stays there until the next step."""
+    def lay_out(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = ()) -> LaidOut:
+        """Lay a step out, before its logits are known.
+
+        Args:
+            rows: Its rows; groups with a grammar have their masks.
+            candidates: Of each group, what its draft was drawn from under the rejection rule.
+        """
         edits = self.editor.lay_out(rows)
-        arrays, options = _laid_out(rows, edits, candidates)
-        sent = self._sent([*arrays.values(), *edits.changes, *others])
-        fields = dict(zip(arrays, sent, strict=False))
-        changes, rest = sent[len(fields) :][: len(edits.changes)], sent[len(fields) + len(edits.changes) :]
+        features = edits.features
+        options = {
+            "penalties": bool(features & PENALTIES),
+            "truncation": bool(features & TRUNCATION),
+            "noise": bool(features & NOISE),
+            "rejection": bool(features & REJECTION),
+        }
+        asking = np.flatnonzero(edits.parameters["features"] & LOGPROBS) if features & LOGPROBS else _NOBODY
+        arrays = [*_laid_out(rows, edits, candidates), asking, *edits.changes]
+        return LaidOut(rows, arrays, options, asking.tolist())
+
+    def staged(self, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> StagedStep:
+        """A step that is on the device, until the next one is; by a transfer of its own where none has brought it."""
+        if sent is None or sent[0].device != self._device:
+            sent = self._sent(laid_out.arrays)
         counts = self.editor.token_counts
-        if options["penalties"]:
-            counts.apply(*changes)
-        return StagedStep(SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **fields), options, rest)
+        *arrays, asking = sent[: -len(Changes._fields)]
+        if laid_out.options["penalties"]:
+            counts.apply(*sent[-len(Changes._fields) :])
+        return StagedStep(_on_device(arrays, counts), laid_out.options, asking)
 
     def _sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Arrays of items of whole words, on the device."""
-        counts = [values.nbytes // _WORD_BYTES for values in arrays]
-        *starts, end = accumulate((-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts), initial=0)
-        if self._staging is None or self._staging.layout.num_words < end:
-            self._staging = Staging(Layout((Field("words", (1 << (end - 1).bit_length(),)),)), self._device)
-            self._sent_shapes = []
-        words = self._staging.begin()["words"]
-        for values, start, count in zip(arrays, starts, counts, strict=True):
-            words[start : start + count] = np.ascontiguousarray(values).reshape(-1).view(np.int32)
-        self._staging.upload(end)
-        shapes = [(values.dtype.type, values.shape) for values in arrays]
-        if shapes != self._sent_shapes:  # steps that decode have those of the step before
-            self._sent_shapes = shapes
-            parts = (self._staging.words[start : start + count] for start, count in zip(starts, counts, strict=True))
-            self._views = [
-                part.view(_TYPES[dtype]).view(shape) for part, (dtype, shape) in zip(parts, shapes, strict=True)
-            ]
-        return self._views
+        num_words = num_words_of(arrays)
+        if self._staging is None or self._staging.num_extra_words < num_words:
+            self._staging = Staging(Layout(()), self._device, num_extra_words=1 << (num_words - 1).bit_length())
+        self._staging.begin()
+        return self._staging.upload(arrays)
 
     def _decide(self, logits: Tensor, staged: StagedStep, rows: Rows, scores: Tensor | None = None) -> None:
         self._make_room(rows)
@@ -171,20 +176,21 @@ class KernelSampler:
         chosen: Tensor = self._kernels.chosen[: rows.num_rows]
         return chosen
 
-    def _logprobs(self, logits: Tensor, numbers: Tensor, starts: Tensor, most: int, num_top: int) -> Tensor:
+    def _logprobs(self, logits: Tensor, step: SampleStep, asking: Tensor, most: int, num_top: int) -> Tensor:
         """What to report of the tokens of records; of those that are not there anything.
 
         Args:
             logits: Of all rows.
-            numbers: int64 [G], the groups that ask.
-            starts: int64 [G], their first rows.
+            step: Of the groups.
+            asking: int64 [G], the groups that ask.
             most: Tokens of each.
             num_top: See :func:`logprob_numbers`.
         """
-        decided = self._kernels.record.index_select(0, numbers)
+        decided = self._kernels.record.index_select(0, asking)
         width = decided.shape[1] // 2 - 1
         tokens, path = decided[:, NUM_FIXED:][:, :most], decided[:, NUM_FIXED + width :][:, : most - 1]
-        of_token = torch.cat((starts.unsqueeze(1), starts.unsqueeze(1) + 1 + path), 1)
+        first = step.first.index_select(0, asking).long().unsqueeze(1)
+        of_token = torch.cat((first, first + 1 + path), 1)
         return logprob_numbers(
             logits[:, : self._vocab_size], of_token.reshape(-1), tokens.clamp(min=0).long().reshape(-1), num_top
         )
@@ -226,56 +232,97 @@ def _doubled(sizes: _Sizes, needed: _Sizes) -> _Sizes:
     return first, second, third
 
 
-def _run(record: NDArray[np.int32], width: int, is_tree: bool) -> VerifiedRun:
-    count = int(record[NUM_ACCEPTED])
-    run = record[NUM_FIXED : NUM_FIXED + count + 1].tolist()
-    path = record[NUM_FIXED + width :][:count].tolist() if is_tree else ()
-    return VerifiedRun(tuple(run), count, tuple(path))
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose decisions are under way."""
+
+    record: Record
+    rows: Rows
+    asking: list[int]
+    num_top: list[int]
+    numbers_shape: tuple[int, int, int]
+    num_flags: int
+
+    def collect(self) -> tuple[list[VerifiedRun], list[LogprobReport], NDArray[np.bool_]]:
+        """Each group's run, what to report of it, and the flags. Waits for them."""
+        arrays, groups = self.record.collect(), self.rows.groups
+        width = arrays["decided"].shape[1] // 2 - 1
+        decided = arrays["decided"][: len(groups)].tolist()
+        runs = [_run(record, width, bool(group.parents)) for record, group in zip(decided, groups, strict=True)]
+        reports: list[LogprobReport] = [None] * len(runs)
+        if self.asking:
+            reported = arrays["numbers"][: math.prod(self.numbers_shape)].reshape(self.numbers_shape)
+            for i, own, top in zip(self.asking, reported, self.num_top, strict=True):
+                own = own[: len(runs[i].run)]
+                reports[i] = tuple(entries_of(own.tolist(), [top] * len(own)))
+        return runs, reports, arrays["flags"][: self.num_flags] != 0
 
 
-def _laid_out(
-    rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, ...]]
-) -> tuple[dict[str, NDArray[Any]], dict[str, bool]]:
-    """The arrays of a step but for what is kept by slot, by the names of :class:`SampleStep`; what is used of it."""
-    groups = rows.groups
-    drawn: list[Candidates] = []
-    for group, own in zip(groups, candidates or [()] * len(groups), strict=True):
-        drawn += (_NOTHING, *(own or [_NOTHING] * len(group.draft)))
-    temperatures, truncation = rows.temperatures(), rows.truncation()
-    rejects = np.array([group.spec.sampling.acceptance == "rejection" for group in groups], np.int32)
-    arrays = {
-        "sequence": rows.spread(np.arange(len(groups), dtype=np.int32)),
-        "position": np.array(rows.positions(), np.int32),
-        "draft": rows.drafts(),
-        "parent": rows.parents(),
-        "first": np.array(rows.starts, np.int32),
-        "count": np.array(rows.counts, np.int32),
-        "seed": np.array([group.spec.seed for group in groups], np.uint64).view(np.int64),
-        "temperature": temperatures,
-        "top_k": truncation[:, 0].astype(np.int32),
-        "top_p": truncation[:, 1].copy(),
-        "min_p": truncation[:, 2].astype(np.float32),
-        "slot": edits.slots.clip(0),
-        "penalties": edits.penalties,
-        "ahead": edits.ahead,
-        "bias_token": _widened(edits.bias_token, -1),
-        "bias": _widened(edits.bias, 0),
-        "allowed": edits.allowed,
-        "grammar": edits.grammar,
-        "masks": edits.masks,
-        "ended": _widened(edits.ended, -1),
-        "bad": _widened(edits.bad, -1),
-        "rejects": rejects,
-        "draft_ids": _widened(padded([one.ids for one in drawn], np.int32, -1), -1, 1),
-        "draft_probs": _widened(padded([one.probs for one in drawn], np.float32, 0), 0, 1),
-    }
-    options = {
-        "penalties": bool((edits.slots >= 0).any()),
-        "truncation": bool((truncation != UNUSED_TRUNCATION).any()),
-        "noise": bool((temperatures > 0).any()),
-        "rejection": bool(rejects.any()),
-    }
-    return arrays, options
+def _run(record: list[int], width: int, is_tree: bool) -> VerifiedRun:
+    count = record[NUM_ACCEPTED]
+    path = tuple(record[NUM_FIXED + width :][:count]) if is_tree else ()
+    return VerifiedRun(tuple(record[NUM_FIXED : NUM_FIXED + count + 1]), count, path)
+
+
+_BY_ROW = ("sequence", "position", "draft", "parent", "grammar")
+_BY_GROUP = ("first", "count", "top_k", "slot", "allowed", "rejects")
+_FLOATS = ("temperature", "min_p")
+_ALONE = (
+    "seed",
+    "top_p",
+    "penalties",
+    "ahead",
+    "bias_token",
+    "bias",
+    "masks",
+    "ended",
+    "bad",
+    "draft_ids",
+    "draft_probs",
+)
+
+
+def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, ...]]) -> list[NDArray[Any]]:
+    """The arrays of a step but for what is kept by slot; those of one type and size in one: see :func:`_on_device`."""
+    parameters, counts, starts = edits.parameters, np.array(rows.counts, np.int32), np.array(rows.starts, np.int32)
+    by_row = np.empty((len(_BY_ROW), rows.num_rows), np.int32)
+    by_row[0] = np.arange(len(counts)).repeat(counts)
+    by_row[1:] = rows.position_array(), rows.drafts(), rows.parents(), edits.grammar
+    by_group = np.empty((len(_BY_GROUP), len(counts)), np.int32)
+    by_group[:] = starts, counts, parameters["top_k"], edits.slots.clip(0), edits.allowed, parameters["rejects"]
+    floats = np.stack([parameters[name] for name in _FLOATS])
+    ids, probs = np.full((rows.num_rows, 1), -1, np.int32), np.zeros((rows.num_rows, 1), np.float32)
+    if edits.features & REJECTION:
+        drawn: list[Candidates] = []
+        for group, own in zip(rows.groups, candidates or [()] * len(counts), strict=True):
+            drawn += (_NOTHING, *(own or [_NOTHING] * len(group.draft)))
+        ids = _widened(padded([one.ids for one in drawn], np.int32, -1), -1, 1)
+        probs = _widened(padded([one.probs for one in drawn], np.float32, 0), 0, 1)
+    return [
+        by_row,
+        by_group,
+        floats,
+        parameters["seed"].view(np.int64),
+        parameters["top_p"],
+        parameters["penalties"],
+        _widened(edits.ahead, -1),
+        _widened(edits.bias_token, -1),
+        _widened(edits.bias, 0),
+        edits.masks,
+        _widened(edits.ended, -1),
+        _widened(edits.bad, -1),
+        ids,
+        probs,
+    ]
+
+
+def _on_device(sent: Sequence[Tensor], counts: TokenCounts) -> SampleStep:
+    by_row, by_group, floats, *alone = sent
+    fields = zip(
+        (*_BY_ROW, *_BY_GROUP, *_FLOATS), (*by_row.unbind(), *by_group.unbind(), *floats.unbind()), strict=True
+    )
+    more = zip(_ALONE, alone, strict=False)
+    return SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **dict(fields), **dict(more))
 
 
 def _widened(values: NDArray[Any], fill: float, least: int = 0) -> NDArray[Any]:

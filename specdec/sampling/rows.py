@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,29 +111,41 @@ class Rows:
 
     def positions(self) -> list[int]:
         """The absolute position of the token that each row chooses; siblings share theirs."""
-        lengths = self.spread(np.array([len(group.tokens) for group in self.groups], dtype=np.int64))
-        positions: list[int] = (lengths + self.offsets()).tolist()
+        positions: list[int] = self.position_array().tolist()
+        return positions
+
+    def position_array(self) -> NDArray[np.int64]:
+        """The same."""
+        lengths = np.array([len(group.tokens) for group in self.groups], np.int64)
+        positions: NDArray[np.int64] = self.spread(lengths) + self.offsets()
         return positions
 
     def offsets(self) -> NDArray[np.int64]:
         """How many draft tokens stand before each row."""
         offsets: NDArray[np.int64] = np.arange(self.num_rows) - self.spread(np.array(self.starts, dtype=np.int64))
-        for group, start, count in zip(self.groups, self.starts, self.counts, strict=True):
-            if group.parents:
-                offsets[start : start + count] = group.depths
+        for group, start in self._trees():
+            offsets[start : start + 1 + len(group.draft)] = group.depths
         return offsets
+
+    def _trees(self) -> list[tuple[RowGroup, int]]:
+        """The groups whose drafts are trees, and their first rows."""
+        return [(group, start) for group, start in zip(self.groups, self.starts, strict=True) if group.parents]
 
     def drafts(self) -> NDArray[np.int32]:
         """The draft token that each row follows; -1 for first rows."""
-        return np.array([token for group in self.groups for token in (-1, *group.draft)], np.int32)
+        drafts = np.full(self.num_rows, -1, np.int32)
+        if self.num_rows > len(self.groups):
+            is_drafted = np.ones(self.num_rows, np.bool_)
+            is_drafted[self.starts] = False
+            drafts[is_drafted] = [*chain.from_iterable(group.draft for group in self.groups)]
+        return drafts
 
     def parents(self) -> NDArray[np.int32]:
         """The row that chose among others the draft token that each row follows; -1 for first rows."""
         parents = np.arange(-1, self.num_rows - 1, dtype=np.int32)
-        for group, start in zip(self.groups, self.starts, strict=True):
-            parents[start] = -1
-            if group.parents:
-                parents[start + 1 : start + 1 + len(group.parents)] = np.array(group.parents) + (start + 1)
+        parents[self.starts] = -1
+        for group, start in self._trees():
+            parents[start + 1 : start + 1 + len(group.parents)] = np.array(group.parents) + (start + 1)
         return parents
 
     def temperatures(self) -> NDArray[np.float32]:

@@ -99,10 +99,10 @@ class TokenCounts:
         """
         if self._is_behind:  # a step failed before the device had them
             self._forget()
-        slots, ahead = np.full(len(groups), -1, np.int32), [_NO_TOKENS] * len(groups)
         users = _users(groups)
+        slots, ahead, changes = self.none_counted(len(groups))
         if not users:
-            return CountedGroups(slots, ahead, self._no_changes)
+            return CountedGroups(slots, ahead, changes)
         self._is_behind = True
         self._make_room(users)
         cleared, prompts = list[int](), list[NDArray[np.int32]]()
@@ -135,6 +135,10 @@ class TokenCounts:
             np.concatenate(by),
         )
         return CountedGroups(slots, ahead, changes)
+
+    def none_counted(self, num_groups: int) -> CountedGroups:
+        """Of groups without penalties."""
+        return CountedGroups(np.full(num_groups, -1, np.int32), [_NO_TOKENS] * num_groups, self._no_changes)
 
     def apply(self, cleared: Tensor, prompt_bits: Tensor, at: Tensor, by: Tensor) -> None:
         """Take differences, which are on the device by now; see :class:`Changes`."""
