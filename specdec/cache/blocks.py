@@ -392,12 +392,10 @@ class BlockPool:
 
     def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
         """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
-        if sequence.salt is None:
-            return
         digests = sequence.block_digests
         num_known = len(digests)
-        num_blocks = min(verified_length, len(sequence.tokens)) // self.block_size
-        if num_blocks <= num_known:
+        num_blocks = min(verified_length, len(sequence)) // self.block_size
+        if num_blocks <= num_known or sequence.salt is None:
             return
         self.extend_digests(digests, sequence.salt, sequence.tokens.array, num_blocks)
         for index in range(num_known, num_blocks):

@@ -299,13 +299,14 @@ class ModelDrafter(ModelBackend):
             if self._mapper is not None and len(job.tokens) > self._max_model_len:
                 results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
             elif self._can_begin(job):
-                self._want(job)
+                num_held = self._want(job)
                 forced = self._sampler.forced(job.spec, jobs[i].tokens, 1)
                 if forced:  # it is read with the first token that is not
                     results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
                     continue
                 able.append((i, job))
-                requests.append(Request(job.key, len(job.tokens), self._num_ahead(job)))
+                num_ahead = self._num_ahead(job)
+                requests.append(Request(job.key, len(job.tokens), num_ahead, num_computed_tokens=num_held))
         chosen = self._scheduler.schedule(requests, self._states)
         placed = [(*able[row.request], self._row(able[row.request][1], row)) for row in chosen]
         self._step = {job.key: len(row.tokens) for _, job, row in placed}
@@ -314,10 +315,10 @@ class ModelDrafter(ModelBackend):
         placed.sort(key=lambda one: (-chained.get(one[1].key, 0), -1 if one[2].adapter is None else one[2].adapter))
         return placed
 
-    def _want(self, job: DraftJob) -> None:
+    def _want(self, job: DraftJob) -> int:
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
         salt = prefix_salt(job.spec, job.spec.draft_adapter)
-        self._states.want(
+        return self._states.want(
             *(job.key, job.tokens, job.agreed, salt, rank), fork_of=job.fork_of, num_committed=job.num_committed
         )
 

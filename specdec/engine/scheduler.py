@@ -28,12 +28,14 @@ class Request(NamedTuple):
         num_tokens: Length that its cache should reach, at least 1. The last token is always computed anew.
         num_draft_tokens: Draft tokens that should be computed after them in the same step.
         max_new_tokens: Most tokens that it can compute in a step, at least 1.
+        num_computed_tokens: Tokens that it holds in the cache, fewer than it wants; 0 if it holds nothing.
     """
 
     key: str
     num_tokens: int
     num_draft_tokens: int = 0
     max_new_tokens: int = sys.maxsize
+    num_computed_tokens: int = 0
 
 
 class ScheduledRow(NamedTuple):
@@ -68,10 +70,6 @@ class CachedPrefix(NamedTuple):
 class KVCache(Protocol):
     """Memory for sequences, as the scheduler sees it. Keys are those of the step's requests."""
 
-    def num_computed_tokens(self, key: str) -> int:
-        """Tokens that a sequence holds in the cache, always fewer than it wants; 0 if it holds nothing."""
-        ...
-
     def find_prefix(self, key: str) -> CachedPrefix:
         """What a sequence that holds nothing would find in the prefix cache. Takes nothing."""
         ...
@@ -85,8 +83,8 @@ class KVCache(Protocol):
                 for more.
 
         Returns:
-            The number of its tokens that are computed already, prefix reuse included; None if there is no room.
-            Then nothing has changed.
+            The number of its tokens that are computed already, prefix reuse included; None if there is no room, or if
+            what it held at the beginning of the step was taken from it. Then nothing has changed.
         """
         ...
 
@@ -192,7 +190,7 @@ class _Step:
 
     def __init__(self, requests: Sequence[Request], cache: KVCache, budget: int, max_decode_tokens: int) -> None:
         self._requests, self._cache, self._budget = requests, cache, budget
-        held = [cache.num_computed_tokens(request.key) for request in requests]
+        held = [request.num_computed_tokens for request in requests]
         self._prefixes = [None if n else cache.find_prefix(r.key) for r, n in zip(requests, held, strict=True)]
         found = [n if prefix is None else prefix.num_tokens for n, prefix in zip(held, self._prefixes, strict=True)]
         self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
@@ -219,8 +217,9 @@ class _Step:
             else:
                 most = min(for_prompts, for_long) if self._is_long(index) else for_prompts
             most = min(most, self._unread[index], request.max_new_tokens)
-            if most <= 0 or self._must_wait(index):
-                continue
+            prefix = self._prefixes[index]
+            if most <= 0 or (prefix is not None and prefix.next_block in self._computing):
+                continue  # another one computes the block that it needs next
             num_computed = self._cache.allocate(request.key, most)
             if num_computed is None:
                 continue
@@ -255,13 +254,6 @@ class _Step:
         if self._max_decode_tokens > 1 and self._budget > 1:
             left = max(left, 1, self._budget // _LONG_PROMPT_SHARE)
         return min(left, sum(self._unread) - num_decoded)
-
-    def _must_wait(self, index: int) -> bool:
-        """Whether a sequence has lost its cache in this step, or another one computes the block that it needs next."""
-        prefix = self._prefixes[index]
-        if prefix is None:
-            return not self._cache.num_computed_tokens(self._requests[index].key)
-        return prefix.next_block is not None and prefix.next_block in self._computing
 
     def _with_drafts(self, rows: list[ScheduledRow], left: int, turn: int) -> list[ScheduledRow]:
         """Share what is left among drafts, as far as there is memory for them."""

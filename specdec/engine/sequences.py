@@ -31,6 +31,7 @@ class _Wanted:
     rank: Rank
     fork_of: str | None
     num_shared: int
+    num_held: int = 0
     num_lost: int = 0
 
 
@@ -69,7 +70,7 @@ class SequenceStates:
         *,
         fork_of: str | None = None,
         num_committed: int | None = None,
-    ) -> None:
+    ) -> int:
         """Say what a sequence should hold. What it holds already is cut back to a proper prefix of that.
 
         At least the last token is left to be computed, so that the next forward pass gives its logits.
@@ -83,20 +84,24 @@ class SequenceStates:
             rank: Of the key. Where blocks are short, keys of a higher rank lose theirs.
             fork_of: A branch begins as a copy of this sequence. It reads no prompt.
             num_committed: How many of ``tokens`` are committed; all by default.
+
+        Returns:
+            How many tokens it holds now.
         """
         num_shared = len(tokens) if num_committed is None else min(num_committed, len(tokens))
         wanted = self._wanted[key] = _Wanted(tokens, agreed, salt, rank, fork_of, num_shared)
         sequence = self._sequences.get(key)
         if sequence is None:
-            return
+            return 0
         keep = self._cut_back(sequence, tokens, agreed)
-        num_left = len(sequence)
+        num_left = wanted.num_held = len(sequence)
         if num_left:
             self.num_reread_tokens += keep - num_left
         else:
             # Recurrent states do not reach back so far. A copy kept for others may cover a part, or even more.
             wanted.num_lost = keep
             self.release(key)
+        return num_left
 
     def num_computed_tokens(self, key: str) -> int:
         """Cached tokens of a sequence; 0 if nothing is held for it."""
@@ -128,16 +133,16 @@ class SequenceStates:
         """
         wanted = self._wanted[key]
         sequence = self._sequences.get(key)
-        begun = sequence is None
+        if sequence is not None:
+            has_room = self._make_room(sequence, len(wanted.tokens), num_step_tokens, wanted.rank)
+            return len(sequence) if has_room else None
+        sequence = None if wanted.num_held else self._begin(key, wanted)
         if sequence is None:
-            sequence = self._begin(key, wanted)
-            if sequence is None:
-                return None
-        if not self._make_room(sequence, len(wanted.tokens), num_step_tokens, wanted.rank):
-            if begun:
-                self._runner.free(sequence)
             return None
-        if begun and wanted.fork_of is None:
+        if not self._make_room(sequence, len(wanted.tokens), num_step_tokens, wanted.rank):
+            self._runner.free(sequence)
+            return None
+        if wanted.fork_of is None:
             self.num_reused_tokens += len(sequence)
             self.num_reread_tokens += max(0, wanted.num_lost - len(sequence))
             self._digests.pop(key, None)

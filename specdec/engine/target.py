@@ -124,6 +124,7 @@ class _Known:
         spec: Of the sequence.
         salt: With whom it shares prefixes.
         rank: Who goes first.
+        is_plain: Whether it has no grammar and no adapter, and does not ask for log probabilities of its prompt.
         log: What the cached tokens were read from; None before the first step.
         num_read: Up to where.
     """
@@ -131,6 +132,7 @@ class _Known:
     spec: SequenceSpec
     salt: bytes | None
     rank: Rank
+    is_plain: bool
     log: TokenLog | None = None
     num_read: int = 0
 
@@ -281,25 +283,23 @@ class ModelTarget(ModelBackend):
         drafts: list[Draft] = []
         requests: list[Request] = []
         for i, job in enumerate(jobs):
-            spec, length = job.spec, len(job.log)
-            if not self._sampler.is_ready(spec) or self._runner.adapters.must_wait(spec.adapter):
-                continue
-            most = sys.maxsize
-            if prompts.wants(job):
-                most = max_slice_rows(self._sampler.vocab_size)
-                if states.num_computed_tokens(job.key) != prompts.num_read(job):
-                    states.release(job.key)  # a step failed after it had cached a part of the prompt
-            known = self._known_of(job)
+            known, most = self._known_of(job), sys.maxsize
+            if not known.is_plain:
+                if not self._is_ready(job):
+                    continue
+                if prompts.wants(job):
+                    most = max_slice_rows(self._sampler.vocab_size)
             # A log only grows: as far as it was read, it is not compared with what is cached.
             agreed = known.num_read if known.log is job.log else 0
-            states.want(job.key, job.log.tokens, agreed, known.salt, known.rank)
-            draft = self._draft(job, length) if job.draft else NO_DRAFT
+            tokens = job.log.tokens
+            num_held = states.want(job.key, tokens, agreed, known.salt, known.rank)
+            draft = self._draft(job, num_held == len(tokens) - 1) if job.draft else NO_DRAFT
             places.append(i)
             drafts.append(draft)
-            requests.append(Request(job.key, length, len(draft.tokens), most))
+            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held))
         chosen = self._scheduler.schedule(requests, states)
         chosen = prompts.bounded(chosen, [jobs[i] for i in places], self._sampler.vocab_size)
-        step = [self._row(places[row.request], jobs[places[row.request]], row, drafts[row.request]) for row in chosen]
+        step = [self._row(jobs, places[row.request], row, drafts[row.request]) for row in chosen]
         self._step = {jobs[one.place].key: len(one.row.tokens) for one in step}
         if any(one.row.adapter is not None for one in step):  # rows with the same adapter lie behind one another
             step.sort(key=lambda one: -1 if one.row.adapter is None else one.row.adapter)
@@ -308,35 +308,49 @@ class ModelTarget(ModelBackend):
     def _known_of(self, job: VerifyJob) -> _Known:
         known = self._known.get(job.key)
         if known is None or known.spec is not job.spec:
-            spec = job.spec
-            known = self._known[job.key] = _Known(spec, prefix_salt(spec, spec.adapter), rank_of(job.key, spec))
+            spec, params = job.spec, job.spec.sampling
+            is_plain = params.grammar is None and params.prompt_logprobs is None and spec.adapter is None
+            salt, rank = prefix_salt(spec, spec.adapter), rank_of(job.key, spec)
+            known = self._known[job.key] = _Known(spec, salt, rank, is_plain)
         return known
 
-    def _draft(self, job: VerifyJob, length: int) -> Draft:
+    def _is_ready(self, job: VerifyJob) -> bool:
+        """Whether a sequence's grammar is compiled, and its adapter is on the device."""
+        if not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(job.spec.adapter):
+            return False
+        if self._prompts.wants(job) and self._states.num_computed_tokens(job.key) != self._prompts.num_read(job):
+            self._states.release(job.key)  # a step failed after it had cached a part of the prompt
+        return True
+
+    def _draft(self, job: VerifyJob, is_read: bool) -> Draft:
         """A job's draft, as far as the model can take it back.
 
-        A tree is verified after a single token, by layers that attend. Elsewhere its chain is.
+        A tree is verified after a single token, by layers that attend: where all but its log's last ``is_read``.
+        Elsewhere its chain is.
         """
         draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
-        if job.parents and not (self._runner.takes_trees and self._states.num_computed_tokens(job.key) == length - 1):
+        if job.parents and not (self._runner.takes_trees and is_read):
             draft = draft.chain()
         return draft if self._max_draft is None else draft.only(range(min(len(draft.tokens), self._max_draft)))
 
-    def _row(self, place: int, job: VerifyJob, scheduled: ScheduledRow, draft: Draft) -> _Row:
+    def _row(self, jobs: Sequence[VerifyJob], place: int, scheduled: ScheduledRow, draft: Draft) -> _Row:
         """A job's row, with the part of its draft that is in it."""
         _, num_cached, num_new, num_drafted = scheduled
-        length, sequence = len(job.log), self._states.sequence(job.key)
-        tokens, adapter = job.log.tail(num_cached, num_cached + num_new), self._runner.adapters.slot(job.spec.adapter)
-        decides = num_cached + num_new == length
+        job = jobs[place]
+        length, end = len(job.log), num_cached + num_new
+        tokens = job.log.tail(num_cached, end)
         if num_drafted:
             draft = draft.only(range(num_drafted))
             tokens += draft.tokens
         else:
             draft = NO_DRAFT
-        reads_prompt = self._prompts.wants(job)
-        num_logits = len(tokens) if reads_prompt else 1 + num_drafted if decides else 0
-        row = RowInput(sequence, tokens, num_logits, draft.parents, adapter)
-        return _Row(place, row, draft, length, decides, reads_prompt)
+        num_logits = 1 + num_drafted if end == length else 0
+        adapter, reads_prompt = None, False
+        if not self._known[job.key].is_plain:
+            adapter, reads_prompt = self._runner.adapters.slot(job.spec.adapter), self._prompts.wants(job)
+            num_logits = len(tokens) if reads_prompt else num_logits
+        row = RowInput(self._states.sequence(job.key), tokens, num_logits, draft.parents, adapter)
+        return _Row(place, row, draft, length, end == length, reads_prompt)
 
     def _note_read(self, jobs: Sequence[VerifyJob], step: Sequence[_Row]) -> None:
         """Note what the step has read of each log."""
@@ -394,7 +408,7 @@ class ModelTarget(ModelBackend):
                     result.num_accepted,
                     num_drafted,
                     reported,
-                    self._prompts.take(job),
+                    self._prompts.take(job) if one.reads_prompt else None,
                     self._num_cached.pop(job.key, 0),
                     num_drafted > 0 and job.source == "",
                     next_draft=next_draft,

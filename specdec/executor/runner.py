@@ -555,9 +555,6 @@ class ModelRunner:
         """All rows' tokens behind one another, and their numbers."""
         if not rows or len({id(row.sequence) for row in rows}) != len(rows):
             raise ValueError("rows must not be empty, nor hold a sequence twice")
-        tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64)
-        if not len(tokens) or not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
-            raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
         counts, cached, logits, room = np.array(
             [(len(new), len(sequence), num_logits, sequence.room) for sequence, new, num_logits, *_ in rows]
         ).T
@@ -565,6 +562,9 @@ class ModelRunner:
         if is_wrong.any():
             row = int(is_wrong.argmax())
             raise ValueError(f"num_logits must be in [0, {counts[row]}], the number of tokens, got {logits[row]}")
+        tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64)
+        if not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
+            raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
         has_none = cached + counts > room
         if has_none.any():
             row = int(has_none.argmax())

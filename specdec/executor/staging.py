@@ -234,7 +234,7 @@ class Staging:
                 tensors.append(of_values)
             end += _aligned(num_words)
         self._extra, self._extra_shapes = tensors, shapes
-        _copy(self.words, buffer.words, end)
+        _copy(self.words, buffer.words, end if self.num_extra_words else None)
         buffer.mark()
         self._filling = None
         self._free.append(buffer)

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.kernels.attention import address
+
 
 class Operators(TorchDispatchMode):
     """Their names in order, while it is entered."""
@@ -55,7 +57,7 @@ class DeviceOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
-        if name == "aten.copy_.default" and args[0] is self._staged:
+        if name == "aten.copy_.default" and self._staged is not None and address(args[0]) == address(self._staged):
             self.num_uploads += 1
         elif name == "aten._to_copy.default" and kwargs.get("device", args[0].device) == args[0].device:
             pass  # of another type

@@ -140,9 +140,11 @@ class Simulator:
     def _step(self) -> Step:
         active = [s for s in self.sequences if not s.is_done and s.arrival.reaches_s <= self.now_s]
         self.states.begin_step()
+        requests: list[Request] = []
         for s in active:
-            self.states.want(s.key, s.tokens, 0, b"", (False, s.arrival.arrival_s, s.key.zfill(9)))
-        requests = [Request(s.key, len(s.tokens), min(s.arrival.num_draft_tokens, s.num_left - 1)) for s in active]
+            num_held = self.states.want(s.key, s.tokens, 0, b"", (False, s.arrival.arrival_s, s.key.zfill(9)))
+            num_drafted = min(s.arrival.num_draft_tokens, s.num_left - 1)
+            requests.append(Request(s.key, len(s.tokens), num_drafted, num_computed_tokens=num_held))
         rows = self.scheduler.schedule(requests, self.states)
         num_keys = 0
         for row in rows:

@@ -3,11 +3,13 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SamplingParams
 from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.steps import StepRows
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run
 from tests.specdec.models.families import VOCAB_SIZE
@@ -111,13 +113,10 @@ def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], mo
             rolled_back.add(id(sequence))
         truncate(self, sequence, length)
 
-    def off_by_one(self: ModelRunner, rows: list[RowInput]) -> tuple:
-        tokens, positions, wanted, spans = lay_out(self, rows)
-        late = [int(id(row.sequence) in rolled_back) for row in rows]
-        spans = [
-            replace(s, num_computed_tokens=s.num_computed_tokens + off) for s, off in zip(spans, late, strict=True)
-        ]
-        return tokens, positions, wanted, spans
+    def off_by_one(self: ModelRunner, rows: list[RowInput]) -> StepRows:
+        own = lay_out(self, rows)
+        late = np.array([id(row.sequence) in rolled_back for row in rows], np.int64)
+        return replace(own, num_cached=own.num_cached + late)
 
     monkeypatch.setattr(ModelRunner, "truncate", noting_truncate)
     monkeypatch.setattr(

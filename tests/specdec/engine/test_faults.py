@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -85,8 +86,8 @@ def failing_forward(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     errors: list[BaseException] = []
     forward = ModelRunner.forward
 
-    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
-        logits = forward(self, rows)
+    def fail(self: ModelRunner, rows: Sequence[RowInput], **more: Any) -> Tensor:
+        logits = forward(self, rows, **more)
         if errors and any(tuple(row.sequence.tokens[:33]) == PROMPTS[1] for row in rows):
             raise errors[-1]
         return logits
@@ -118,11 +119,11 @@ def test_who_runs_out_of_memory_alone_once_is_tried_again(worker: str, monkeypat
     scarce = service(False, False)
     runner = getattr(scarce, worker)._backend._runner
 
-    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
+    def fail(self: ModelRunner, rows: Sequence[RowInput], **more: Any) -> Tensor:
         if self is runner and 1 not in sizes:
             sizes.append(sum(len(row.tokens) for row in rows))
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, rows)
+        return forward(self, rows, **more)
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
     outputs = collect(scarce, cases(0.0))
@@ -141,8 +142,8 @@ def test_memory_is_given_back_once_nothing_holds_the_failed_steps_tensors(
     runner = (collecting.drafter if is_in_draft else collecting.target)._backend._runner  # type: ignore[union-attr]
     forward, held, seen = ModelRunner.forward, list[weakref.ref[Tensor]](), list[bool]()
 
-    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
-        logits = forward(self, rows)
+    def fail(self: ModelRunner, rows: Sequence[RowInput], **more: Any) -> Tensor:
+        logits = forward(self, rows, **more)
         if self is runner and not held:
             held.append(weakref.ref(logits))
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -187,11 +188,11 @@ def test_a_step_too_large_for_memory_is_tried_again_in_parts(monkeypatch: pytest
     wanted = collect(service(False, False), cases(0.0))
     forward, sizes = ModelRunner.forward, list[int]()
 
-    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
+    def fail(self: ModelRunner, rows: Sequence[RowInput], **more: Any) -> Tensor:
         sizes.append(sum(len(row.tokens) for row in rows))
         if sizes[-1] > 10:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, rows)
+        return forward(self, rows, **more)
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
     scarce = service(False, False)

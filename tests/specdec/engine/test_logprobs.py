@@ -104,9 +104,9 @@ def test_a_step_has_no_more_logits_of_prompts_than_are_sampled_at_once(monkeypat
     runner, seen = service.target._backend._runner, []
     forward = runner.forward
 
-    def counting(rows: list[RowInput]) -> torch.Tensor:
+    def counting(rows: list[RowInput], **more: object) -> torch.Tensor:
         seen.append(sum(max(0, min(row.num_logits, 50 - len(row.sequence))) for row in rows))
-        return forward(rows)
+        return forward(rows, **more)
 
     monkeypatch.setattr(runner, "forward", counting)
     for output, want in zip(collect(service, cases), wanted, strict=True):

@@ -88,8 +88,8 @@ def test_a_processor_is_called_once_a_step_and_model(monkeypatch: pytest.MonkeyP
         runner = machine._backend._runner
         forward = runner.forward
 
-        def count(rows: Sequence[RowInput], name: str = name, forward: Any = forward) -> Tensor:
-            logits = forward(rows)
+        def count(rows: Sequence[RowInput], name: str = name, forward: Any = forward, **more: Any) -> Tensor:
+            logits = forward(rows, **more)
             if len(logits):
                 wanted[name].append(len(logits))
             return logits

@@ -161,14 +161,14 @@ class CatchingUp:
         self.num_computed: dict[str, int] = {}
         self.num_tokens: dict[str, int] = {}
 
-    def num_computed_tokens(self, key: str) -> int:
-        return min(self.num_computed.get(key, 0), self.num_tokens[key] - 1)
+    def request(self, key: str) -> Request:
+        return Request(key, self.num_tokens[key], num_computed_tokens=self.allocate(key, 0))
 
     def find_prefix(self, key: str) -> CachedPrefix:
         return CachedPrefix(0)
 
     def allocate(self, key: str, num_step_tokens: int) -> int:
-        return self.num_computed_tokens(key)
+        return min(self.num_computed.get(key, 0), self.num_tokens[key] - 1)
 
     def extend(self, key: str, length: int) -> bool:
         return True
@@ -195,7 +195,7 @@ def test_sequences_that_catch_up_do_not_starve_a_prompt(
         num_steps += 1
         # A quarter of each step is the prompt's; its last 16 tokens are read as by one that catches up.
         assert num_steps <= 500 / max(1, budget // 4) + 16
-        rows = scheduler.schedule([Request(key, cache.num_tokens[key]) for key in keys], cache)
+        rows = scheduler.schedule([cache.request(key) for key in keys], cache)
         assert sum(row.num_new_tokens for row in rows) <= budget
         served = [row.request for row in rows if keys[row.request] != "prompt"]
         first = [index for index, key in enumerate(keys) if key != "prompt"][: len(served)]

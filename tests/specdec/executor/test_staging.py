@@ -63,6 +63,29 @@ def test_the_host_fills_one_buffer_while_the_other_is_read() -> None:
         staging.upload()
 
 
+def test_arrays_of_other_shapes_travel_behind_the_fields_in_the_same_copy() -> None:
+    staging = Staging(LAYOUT, CPU, num_extra_words=24)
+    for size in 5, 5, 3:
+        extra = [
+            np.arange(size, dtype=np.int32),
+            np.zeros((size, 0), np.float32),
+            np.arange(2 * size, dtype=np.float64)[::2],
+            np.arange(2, dtype=np.int64),
+        ]
+        fill(staging.begin())
+        with Operators() as operators:
+            tensors = staging.upload(extra)
+        assert operators.names.count("aten.copy_.default") == 1
+        for values, tensor in zip(extra, tensors, strict=True):
+            assert tensor.is_contiguous()
+            np.testing.assert_array_equal(tensor.numpy(), values)
+            assert tensor.numpy().dtype == values.dtype
+        assert staging.tensors["a"].tolist() == VALUES["a"]
+    staging.begin()
+    with pytest.raises(ValueError, match="extra must have 24 words at most, got 28"):
+        staging.upload([np.zeros(25, np.float32)])
+
+
 def test_records_come_back_in_order_in_one_copy_each() -> None:
     record = Record(LAYOUT, CPU)
     with Operators() as operators:

@@ -22,7 +22,7 @@ def step_of(
 ) -> StagedStep:
     """What kernels are given of groups."""
     sampler = KernelSampler(vocab_size, Editor(vocab_size, torch.device("cpu")))
-    return sampler.stage(Rows(groups), candidates)
+    return sampler.staged(sampler.lay_out(Rows(groups), candidates))
 
 
 def bits(allowed: Sequence[bool]) -> Tensor:

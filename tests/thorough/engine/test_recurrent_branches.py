@@ -46,9 +46,9 @@ def note_rows(runner: ModelRunner) -> list[tuple[int, int]]:
     """A list that grows with every row that is read: tokens cached before, and tokens read."""
     rows, forward = list[tuple[int, int]](), runner.forward
 
-    def noting(inputs: list[RowInput]) -> object:
+    def noting(inputs: list[RowInput], **more: object) -> object:
         rows.extend((len(row.sequence), len(row.tokens)) for row in inputs)
-        return forward(inputs)
+        return forward(inputs, **more)  # type: ignore[arg-type]
 
     runner.forward = noting  # type: ignore[method-assign, assignment]
     return rows

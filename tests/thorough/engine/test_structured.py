@@ -235,9 +235,9 @@ def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None
     forwards = Counter[str]()
     for name, backend in zip(("target", "draft"), backends, strict=True):
 
-        def forward(rows: Any, name: str = name, work: Any = backend._runner.forward) -> Any:
+        def forward(rows: Any, name: str = name, work: Any = backend._runner.forward, **more: Any) -> Any:
             forwards[name] += any(row.num_logits for row in rows)
-            return work(rows)
+            return work(rows, **more)
 
         monkeypatch.setattr(backend._runner, "forward", forward)
     before = [one.num_mask_calls for one in matchers_of(engine)]
