@@ -32,7 +32,8 @@ class CachedSequence:
         block_digests: Chained digests of its first full, verified blocks.
         state: What recurrent layers keep of it; None where the model has none, or none is held.
         num_sent: Leading entries of its tables that the device has; those behind them have changed since, or are new.
-        room: Positions from the end of ``tokens`` up to this one can be written: their blocks are there, and its own.
+        room: Length up to which it has blocks that it reserved.
+        may_share_tail: Whether a fork may use the block that is begun, too.
     """
 
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
@@ -42,6 +43,7 @@ class CachedSequence:
     state: SequenceState | None = None
     num_sent: int = 0
     room: int = 0
+    may_share_tail: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens.array)
@@ -316,7 +318,7 @@ class BlockPool:
             False where the free blocks do not suffice: then nothing is changed, but that blocks are given back which
             windows have passed.
         """
-        if length <= sequence.room and not self._windowed:
+        if length <= sequence.room and not sequence.may_share_tail and not self._windowed:
             return True
         self._pass_by(sequence)
         past = len(sequence.tokens)
@@ -330,7 +332,7 @@ class BlockPool:
                 sequence.num_sent = min(sequence.num_sent, past // self.block_size)
             group.grow(table, self._num_blocks(group, past, length, num_step_tokens))
         if length > past:
-            sequence.room = self.block_size * min(map(len, sequence.tables))
+            sequence.room, sequence.may_share_tail = self.block_size * min(map(len, sequence.tables)), False
         return True
 
     def fits(
@@ -353,8 +355,11 @@ class BlockPool:
         return True
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether positions from the sequence's end up to ``length`` can be written."""
-        return length <= sequence.room
+        """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""
+        if length > sequence.room or not sequence.may_share_tail:
+            return length <= sequence.room
+        past, tables = len(sequence), zip(self.groups, sequence.tables, strict=True)
+        return not any(group.is_tail_shared(table, past, self.block_size) for group, table in tables)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget all tokens from position ``length`` on, and free the blocks this leaves unused, reserved ones too.
@@ -379,12 +384,13 @@ class BlockPool:
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same tokens, sharing all their blocks; reserved room is not shared."""
         num_blocks = self.blocks_for(len(sequence.tokens))
-        if len(sequence.tokens) % self.block_size:  # the block that is begun is shared
-            sequence.room = min(sequence.room, len(sequence.tokens))
+        sequence.may_share_tail = True
         tables = tuple(
             group.share(table[:num_blocks]) for group, table in zip(self.groups, sequence.tables, strict=True)
         )
-        return CachedSequence(sequence.tokens.copy(), tables, sequence.salt, list(sequence.block_digests))
+        return CachedSequence(
+            sequence.tokens.copy(), tables, sequence.salt, list(sequence.block_digests), may_share_tail=True
+        )
 
     def free(self, sequence: CachedSequence) -> None:
         """Give all blocks back; the sequence is empty afterwards and may be filled anew."""

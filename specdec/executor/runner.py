@@ -566,6 +566,8 @@ class ModelRunner:
         if not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
             raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
         has_none = cached + counts > room
+        for row in [i for i, one in enumerate(rows) if one.sequence.may_share_tail]:
+            has_none[row] = not self.pool.is_reserved(rows[row].sequence, int(cached[row] + counts[row]))
         if has_none.any():
             row = int(has_none.argmax())
             raise ValueError(f"no room is reserved for {counts[row]} tokens after position {cached[row]}")

@@ -57,7 +57,7 @@ def logprob_numbers(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) 
     """
     size = max(1, _MAX_SLICE_BYTES // (_BYTES_PER_DOUBLE * logits.shape[1]))
     parts = (slice(start, start + size) for start in range(0, len(tokens), size))
-    return torch.cat([_slice_numbers(logits[rows[part]], tokens[part], num_top) for part in parts])
+    return torch.cat([_slice_numbers(logits.index_select(0, rows[part]), tokens[part], num_top) for part in parts])
 
 
 def _slice_numbers(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
@@ -94,4 +94,4 @@ def _total_above_best(logits: Tensor, top_values: Tensor, top_ids: Tensor) -> Te
     above = weights.sum(1, keepdim=True).log1p_()
     if logits.shape[1] == 1:
         return above
-    return above.where((above > 0) | (top_values[:, 1:2] == -torch.inf), _LEAST_DOUBLE)
+    return above.masked_fill_((above <= 0) & (top_values[:, 1:2] != -torch.inf), _LEAST_DOUBLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,22 +46,28 @@ class DeviceOnly(TorchDispatchMode):
 
     Args:
         staged: What may be copied to.
+        allows_indices: Whether a tensor may be indexed by another, which is not told from a list.
 
     Attributes:
         num_uploads: Copies to ``staged``.
     """
 
-    def __init__(self, staged: Tensor | None = None) -> None:
+    def __init__(self, staged: Tensor | None = None, allows_indices: bool = False) -> None:
         super().__init__()
-        self._staged = staged
+        self._staged, self._allows_indices = staged, allows_indices
         self.num_uploads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
-        if name == "aten.copy_.default" and self._staged is not None and address(args[0]) == address(self._staged):
+        is_copy = name == "aten.copy_.default"
+        if is_copy and self._staged is not None and address(args[0]) == address(self._staged):
             self.num_uploads += 1
+        elif is_copy and args[0].device == args[1].device == torch.device("meta"):
+            pass  # from one place of the device to another
         elif name == "aten._to_copy.default" and kwargs.get("device", args[0].device) == args[0].device:
             pass  # of another type
+        elif name == "aten.index.Tensor" and self._allows_indices:
+            pass
         elif name in WAITS_OR_COPIES:
             raise AssertionError(f"{func} waits for the device or copies")
         return func(*args, **kwargs)

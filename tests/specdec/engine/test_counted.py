@@ -1,0 +1,215 @@
+"""A whole step of a target on a device without memory: one upload, one download, and nothing that waits for it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.core.backends import Status, VerifyJob
+from specdec.core.grammar import Grammar
+from specdec.core.log import TokenLog
+from specdec.core.messages import Candidates
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine.target import ModelTarget
+from specdec.executor import staging
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.runner import ModelRunner
+from specdec.executor.staging import Arrays, Record
+from specdec.kernels.sample import record_width
+from specdec.sampling.pipeline import Sampler
+from specdec.sampling.rows import RowGroup
+from tests.specdec.executor.test_derive import BREAKS
+from tests.specdec.executor.test_steps import META, Nothing, on
+from tests.specdec.models.families import VOCAB_SIZE
+from tests.specdec.operators import DeviceOnly
+
+ANY = Grammar("json_object", "")
+FEATURES = {
+    "greedy": SamplingParams(temperature=0.0),
+    "noise": SamplingParams(),
+    "top_p": SamplingParams(top_p=0.9, top_k=20, min_p=0.01),
+    "penalties": SamplingParams(repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.5),
+    "others": SamplingParams(logit_bias=((3, 1.0),), allowed_token_ids=(1, 2, 3), bad_words=((4, 5),), min_tokens=3),
+    "grammar": SamplingParams(grammar=ANY),
+    "logprobs": SamplingParams(logprobs=3),
+    "rejection": SamplingParams(acceptance="rejection"),
+}
+
+
+downloads: list[int | None] = []
+
+
+class Kernels:
+    """Launches nothing."""
+
+    def __init__(self, vocab_size: int, rows: int, sequences: int, tokens: int, device: torch.device) -> None:
+        self.chosen = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
+
+    def decide(self, logits: Tensor, step: Any, **options: Any) -> None:
+        assert all(getattr(step, name).device == META for name in type(step).__slots__)
+
+
+class AllowsAll:
+    """In place of compiled grammars."""
+
+    num_forbidden_draft_tokens = 0
+
+    def is_ready(self, spec: SequenceSpec) -> bool:
+        return True
+
+    def allowed(self, spec: SequenceSpec, tokens: object, draft: tuple[int, ...]) -> tuple[int, ...]:
+        return draft
+
+    def forced(self, spec: SequenceSpec, tokens: object, most: int) -> tuple[int, ...]:
+        return ()
+
+    def masked(self, groups: Sequence[RowGroup]) -> tuple[list[RowGroup], dict[int, Exception]]:
+        words = -(-VOCAB_SIZE // 32)
+        masks = [torch.full((1 + len(group.draft), words), -1, dtype=torch.int32) for group in groups]
+        has = [group.spec.sampling.grammar is not None for group in groups]
+        return [replace(g, mask=m) if h else g for g, m, h in zip(groups, masks, has, strict=True)], {}
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels launch nothing, records are not copied but counted, and say that all is finite."""
+    module: Any = types.ModuleType("kernels")
+    module.Nothing, module.TritonSampler = Nothing, Kernels
+    monkeypatch.setitem(sys.modules, "nothing", module)
+    monkeypatch.setitem(sys.modules, "specdec.kernels.triton.sample", module)
+    downloads.clear()
+    copy, collect = staging._copy, Record.collect
+
+    def copy_to_device(to: Tensor, of: Tensor, num_words: int | None) -> None:
+        if of.device == META:
+            downloads.append(num_words)
+        else:
+            copy(to, of, num_words)
+
+    monkeypatch.setattr(staging, "_copy", copy_to_device)
+
+    def all_finite(self: Record) -> Arrays:
+        arrays = collect(self)
+        arrays["flags"][:] = 1
+        return arrays
+
+    monkeypatch.setattr(Record, "collect", all_finite)
+    # In inference mode operators would be dispatched whole, and those that wait would not be seen.
+    monkeypatch.setattr(ModelRunner, "forward", ModelRunner.forward.__wrapped__)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        yield
+
+
+class Target:
+    """A target on ``meta`` with sequences that decode."""
+
+    def __init__(self, family: str, features: Sequence[str], num_rows: int, num_drafts: int, is_padded: bool) -> None:
+        loaded = on(META, family)
+        if family == "gpt_oss":  # experts are multiplied in groups by no other type
+            loaded = replace(loaded, model=loaded.model.bfloat16(), dtype=torch.bfloat16)
+        runner = ModelRunner(loaded, num_blocks=1000, block_size=4, kernel="nothing:Nothing")
+        if is_padded:
+            runner.record_graphs(ExecutorLimits(64, 512, 64, 7, num_extra_words=1 << 15))
+        sampler = Sampler(VOCAB_SIZE, on_kernels=True)
+        sampler.matchers = AllowsAll()  # type: ignore[assignment]
+        self.runner = runner
+        self.backend = ModelTarget(runner, sampler, max_model_len=64, max_num_batched_tokens=512, max_num_seqs=64)
+        self.jobs = []
+        drawn = Candidates((5, 6), (0.5, 0.5))
+        for i in range(num_rows):
+            params = FEATURES[features[i % len(features)]]
+            spec = SequenceSpec(params, i, 5, 50, eos_token_ids=(2,))
+            candidates = (drawn,) * num_drafts if params.acceptance == "rejection" else ()
+            self.jobs.append(VerifyJob(f"{i}", TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec, candidates))
+
+    def step(self) -> None:
+        results = self.backend.verify(self.jobs)
+        for job, result in zip(self.jobs, results, strict=True):
+            assert result.status is Status.DECIDED, result
+            job.log.extend(result.run)
+
+
+def counted(target: Target) -> DeviceOnly:
+    """The mode, for a step like those before."""
+    downloads.clear()
+    has_experts = target.runner.loaded.dtype == torch.bfloat16  # which transformers sorts by tensors of indices
+    return DeviceOnly(target.runner._steps.staging.words, allows_indices=has_experts)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_a_whole_step_is_one_upload_and_one_download(family: str, is_padded: bool) -> None:
+    for num_rows, num_drafts in (64, 0), (1, 3):
+        target = Target(family, [*FEATURES], num_rows, num_drafts, is_padded)
+        target.step()  # prompts are read, and memory for steps is made
+        target.step()
+        for _ in range(2):
+            with counted(target) as seen:
+                target.step()
+            assert (seen.num_uploads, len(downloads)) == (1, 1)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_way_of_sampling_is_one_upload_and_one_download(feature: str) -> None:
+    for num_rows, num_drafts in (1, 0), (3, 2):
+        target = Target("llama", [feature], num_rows, num_drafts, True)
+        target.step()
+        target.step()
+        with counted(target) as seen:
+            target.step()
+        assert (seen.num_uploads, len(downloads)) == (1, 1)
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_sampling_that_waits_or_copies_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target("llama", ["noise"], 2, 0, True)
+    target.step()
+    target.step()
+
+    def broken(self: Kernels, logits: Tensor, step: Any, **options: Any) -> None:
+        BREAKS[name](step.position)
+
+    monkeypatch.setattr(Kernels, "decide", broken)
+    with counted(target), pytest.raises(AssertionError, match="waits for the device or copies"):
+        target.step()
+
+
+def test_what_does_not_depend_on_the_result_is_done_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target("llama", ["noise"], 2, 0, True)
+    target.step()
+    order: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            order.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    sequences = [target.backend._states.sequence(job.key) for job in target.jobs]
+    noting(target.runner._graphs, "launch")
+    noting(Kernels, "decide")
+    noting(Record, "download")
+    noting(target.backend, "_note_read")
+    collect = Record.collect
+
+    def waited(self: Record) -> Arrays:
+        order.append("collect")
+        assert [len(one) for one in sequences] == [len(job.log) for job in target.jobs]
+        return collect(self)
+
+    monkeypatch.setattr(Record, "collect", waited)
+    target.step()
+    assert order == ["launch", "decide", "download", "_note_read", "collect"]
+    assert np.array_equal(target.runner.flag_rows, [0, 1, 0, 1])
