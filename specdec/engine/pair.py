@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specdec.core.backends import (
     DraftBackend,
@@ -148,7 +148,7 @@ class PairedTarget:
             if result.status is Status.DECIDED:
                 self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
                 if place in drafts and not result.is_forced:
-                    results[place] = replace(result, own=drafts[place])
+                    results[place] = result._replace(own=drafts[place])
             elif job.key in self._sequences:
                 self._sequences[job.key].is_decoding = False
         return results
