@@ -11,8 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from specdec.core.log import TokenLog
 from specdec.core.messages import Alive, Close, Epoch, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
 from specdec.core.params import SequenceSpec
-from specdec.protocol.leases import LeasedSequence as LeasedRow
-from specdec.protocol.leases import LeasedSequences, Outbox, Span, Times, Tracer
+from specdec.protocol.leases import LeasedSequence, LeasedSequences, Outbox, Span, Times, Tracer
 
 BackendMetrics = Callable[[], dict[str, float]]
 """Gives what a worker's backend holds now, by name."""
@@ -22,7 +21,7 @@ MOST_INTERVALS = 64
 """Steps of a sequence whose times wait to be reported; the oldest are forgotten."""
 
 
-class WorkerSequence(LeasedRow):
+class WorkerSequence(LeasedSequence):
     """A sequence on a worker.
 
     Attributes:
