@@ -54,13 +54,18 @@ def test_what_breaks_or_is_missing_hides_no_other_section(
         raise RuntimeError("broken")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script, "run_apart", script.run_here)
     monkeypatch.setattr(attention, "run", missing)
     monkeypatch.setattr(sampling, "run", wrong)
     monkeypatch.setattr(steps, "run", lambda report, device: report.figure("step_ms", 3.0, over=2.0, most=1.4))
     path = tmp_path / "figures.json"
     assert script.main(["--sections", "attention,sampling,steps", "--json", str(path)]) == 1
     told = json.loads(path.read_text())
-    assert told == {"figures": {"step_ms": 3.0, "step_ms_over_least": 1.5}, "failures": ["bits", "sampling"]}
+    assert told == {
+        "figures": {"step_ms": 3.0, "step_ms_over_least": 1.5},
+        "failures": ["bits", "sampling"],
+        "not_run": ["attention"],
+    }
     out = capsys.readouterr().out
     assert "not run: No module named 'triton'" in out
     assert "step_ms 3, 1.50 of the least 2 (aim 1.4: missed)" in out
@@ -75,11 +80,37 @@ def test_a_gpu_is_recorded_where_every_section_has_run(monkeypatch: pytest.Monke
             raise ModuleNotFoundError("No module named 'triton'")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script, "run_apart", script.run_here)
     monkeypatch.setattr(attention, "run", run)
+    monkeypatch.setattr(sampling, "run", lambda report, device: None)
     monkeypatch.setattr(executor, "run", lambda report, device: None)
     monkeypatch.setattr(executor, "write_record", lambda report, device: recorded.append(device))
-    assert script.main(["--sections", "attention,executor"]) == 0
+    assert script.main(["--sections", "attention,sampling,executor"]) == 0
     assert len(recorded) == 1 - is_missing
+    assert script.main(["--sections", "executor"]) == 0
+    assert len(recorded) == 1 - is_missing, "it alone says too little"
+
+
+@pytest.mark.parametrize(
+    ("does", "ran", "failures"),
+    [
+        ("sleep 600", True, ["steps"]),
+        ("kill -SEGV $$", True, ["steps"]),
+        ('echo \'{"figures": {"ms": 1}, "failures": [], "not_run": []}\' > $6', True, []),
+        ('echo \'{"figures": {}, "failures": [], "not_run": ["steps"]}\' > $6', False, []),
+    ],
+    ids=["hangs", "dies", "runs", "is-not-run"],
+)
+def test_a_section_in_a_process_of_its_own_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, ran: bool, failures: list[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{does}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    report = Report()
+    assert script.run_apart("steps", report, limit_s=0.5 if "sleep" in does else 60) is ran
+    assert report.failures == failures
 
 
 @interpreted
