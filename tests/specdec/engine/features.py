@@ -17,6 +17,7 @@ from specdec.drafting.medusa import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import InProcessService
+from specdec.engine.pair import PairedTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.pipeline import Sampler
@@ -29,7 +30,17 @@ from tests.thorough.engine.test_after_reasoning import REASONED
 from tests.thorough.engine.test_structured import PERSON, matcher_source
 
 Feature = Literal[
-    "drafts", "grammars", "prompt lookup", "heads", "trees", "hooks", "prefix reuse", "preemption", "branches", "kills"
+    "drafts",
+    "pair",
+    "grammars",
+    "prompt lookup",
+    "heads",
+    "trees",
+    "hooks",
+    "prefix reuse",
+    "preemption",
+    "branches",
+    "kills",
 ]
 PROMPTS = ("def read(path):\n", "class A:\n    def __init__(self", "import sys\nimport os\n", "x = 1\nx = 1\nx = 1\n")
 SHARED = "import os\n" * 8
@@ -54,7 +65,9 @@ def make_cases(source: ModelSource, adapters: Sequence[Adapter | None], feature:
     tokenizer = load_tokenizer(source)
     shared = SHARED if feature in ("prefix reuse", "preemption") else ""
     chosen = {"kills": (None, grammar_of(PERSON), REASONED["by tokens"])}
-    grammars = (grammar_of(PERSON),) if feature in ("grammars", "heads", "trees") else chosen.get(feature, (None,))
+    grammars = (
+        (grammar_of(PERSON),) if feature in ("grammars", "heads", "trees", "pair") else chosen.get(feature, (None,))
+    )
     return [
         Case(
             tuple(tokenizer.encode(shared + PROMPTS[i % len(PROMPTS)])),
@@ -102,6 +115,8 @@ def assert_texts_are_its_own(
             service = InProcessService(target, None, 0, ngram=NgramOptions(8))
         case "heads" | "trees":
             service = InProcessService(target, None, 0)
+        case "pair":
+            service = InProcessService(PairedTarget(target, drafter, 4), None, 0)
         case _:
             service = InProcessService(target, drafter, 4)
     if feature == "prefix reuse":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from specdec.core.backends import DraftJob, Proposal, VerifyJob
 from specdec.core.errors import DeviceLostError
+from specdec.core.messages import Message
 from specdec.core.params import SamplingParams
 from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.ngram import NgramOptions
@@ -150,6 +152,23 @@ def test_a_draft_model_that_nobody_asks_costs_no_operator() -> None:
         assert drafter.num_steps == 0
         names.append(operators.names)
     assert names[0] == names[1]
+
+
+def test_a_drafter_that_nobody_asks_hears_of_its_leases_alone() -> None:
+    """Of a process of its own, too: no sequence is opened on it, and it makes no step."""
+    cases = [replace(case, num_speculative_tokens=0) for case in make_cases(SAMPLED)]
+    served, heard = make_service("llama", NOISE, 4), Counter[str]()
+    assert served.drafter is not None
+    receive = served.drafter.receive
+
+    def noting(message: Message, now_s: float) -> None:
+        heard[type(message).__name__] += 1
+        receive(message, now_s)
+
+    served.drafter.receive = noting  # type: ignore[method-assign]
+    run(served, cases)
+    assert set(heard) <= {"Live"}, heard
+    assert served.drafter.metrics()["num_steps"] == 0
 
 
 @pytest.mark.parametrize("kind", ["row", "step"])
