@@ -105,6 +105,15 @@ def test_a_draft_is_verified_in_every_round(drafts_first: bool, rounds: int, acc
     assert found == (rounds * len(cases), 4 * len(cases), accepted * len(cases))
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T0", "T1"])
+def test_it_drafts_what_two_processes_in_turn_do(sampling: SamplingParams) -> None:
+    """A draft that is refused now and then is taken back: as many tokens are accepted in as many rounds."""
+    cases = [replace(case, max_tokens=30, eos_token_ids=()) for case in make_cases(sampling)]
+    found = run(service(4, chunk=128, drafts_first=True), cases)
+    assert found == run(make_service("llama", NOISE, 4, chunk=128), cases)
+    assert 0.1 < found[1].acceptance_rate < 0.9
+
+
 def test_a_long_prompt_is_read_by_the_draft_beside_what_others_draft() -> None:
     rng = random.Random(2)
     cases = [
