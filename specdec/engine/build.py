@@ -331,6 +331,11 @@ def _admitted(
     return runner, None if options.skip_parity_check else check_admission(runner)
 
 
+_SAMPLING_WORDS, _MOST_EXTRA_WORDS = 64, 1 << 20
+"""What sampling needs to know of a row, in int32 words, as a rule; and what is sent along with a step, at most: steps
+with more are sent it by themselves."""
+
+
 def _executor_limits(
     loaded: LoadedModel, max_model_len: int, options: BackendOptions, num_branches: int
 ) -> ExecutorLimits | None:
@@ -338,12 +343,16 @@ def _executor_limits(
     if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
         return None
     tree_tokens = 0 if options.heads is None else options.heads.tree_tokens
+    max_draft_tokens = max(options.max_draft_tokens, tree_tokens)
+    max_rows = max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches)
+    num_row_words = _SAMPLING_WORDS + -(-loaded.vocab_size // 32)  # with a mask of its grammar
     return ExecutorLimits(
-        max_rows=max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches),
+        max_rows=max_rows,
         max_tokens=max(NUM_CHECKED_TOKENS, _max_num_batched_tokens(loaded, options)),
         max_length=max(NUM_CHECKED_TOKENS, max_model_len + MAX_TREE_TOKENS),  # a tree's tokens lie one after another
-        max_draft_tokens=max(options.max_draft_tokens, tree_tokens),
+        max_draft_tokens=max_draft_tokens,
         has_trees=options.heads is not None,
+        num_extra_words=min(_MOST_EXTRA_WORDS, max_rows * (1 + max_draft_tokens) * num_row_words),
     )
 
 
