@@ -76,13 +76,19 @@ class _Drafting:
     def take(self, proposal: Proposal) -> bool:
         """Take what was proposed; whether the draft goes on after it.
 
-        A draft goes on after a token that ends the text: its length must not depend on what was drawn (rule 9).
+        It ends with a token that ends the text, but not under the rejection rule, where its length must not depend on
+        what was drawn (rule 9).
         """
         if proposal.status is not Status.DECIDED:
             return False
-        new = (proposal, *proposal.further)[: self.num_tokens - len(self.drawn)]
-        self.drawn += new
-        self.sequence.tokens.extend([one.token for one in new if one.token is not None])
+        spec = self.job.spec
+        last = frozenset[int]() if spec.sampling.acceptance == "rejection" else spec.ending_token_ids
+        for one in (proposal, *proposal.further)[: self.num_tokens - len(self.drawn)]:
+            self.drawn.append(one)
+            if one.token is not None:
+                self.sequence.tokens.extend([one.token])
+            if one.token in last:
+                return False
         return len(self.drawn) < self.num_tokens
 
     def draft(self) -> Draft:

@@ -80,8 +80,8 @@ class Shadow(Around):
             assert_near(result.logprobs, want.logprobs)
         else:
             where += f": {result.run} for {want.run}"
-            assert rule.called, where
-            short = shortfall(*rule.call_args.args[:4], run=result.run, num_accepted=result.num_accepted)
+            assert rule, where
+            short = shortfall(*rule[-1], run=result.run, num_accepted=result.num_accepted)
             assert short < MOST_SHORT, f"{where}, which is {short:.1e} away"
             self.seen["rounded"] += 1
             assert self.seen["rounded"] <= self._most_rounded, f"{where}, one too many"

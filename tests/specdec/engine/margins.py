@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.messages import Candidates
-from specdec.sampling.acceptance import decide
+from specdec.sampling.acceptance import Decision
 from specdec.sampling.noise import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows
@@ -30,9 +30,16 @@ with a share of the whole sum both are. So nothing moves by more than 2.75 e aga
 
 
 @contextmanager
-def rule_asked() -> Iterator[Any]:
-    """What our own target asks of its rule in the meantime: a mock whose last call :func:`shortfall` reads."""
-    with patch("specdec.engine.target.decide", wraps=decide) as asked:
+def rule_asked() -> Iterator[list[tuple[Any, ...]]]:
+    """What our own target asks of its rule in the meantime: of each call the first arguments of :func:`shortfall`."""
+    asked: list[tuple[Any, ...]] = []
+    launch = Decision.launch
+
+    def noted(self: Decision, logits: Tensor, *args: Any, **more: Any) -> None:
+        asked.append((self._sampler, logits, self.groups, self._candidates))
+        launch(self, logits, *args, **more)
+
+    with patch.object(Decision, "launch", noted):
         yield asked
 
 

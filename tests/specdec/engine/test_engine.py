@@ -1,6 +1,7 @@
 """The public engine on the demo pair: text, streams, stops, cancellation, counts."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ def test_while_all_sequences_wait_for_another_thread_it_does_not_spin(
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(sleep=waits.append, perf_counter=time.perf_counter))
     target: Any = engine._service.target._backend._target  # type: ignore[attr-defined]
     monkeypatch.setattr(target._sampler, "is_ready", lambda _spec: len(waits) >= 3)
-    assert len(engine.generate(PROMPT, GREEDY, max_tokens=5).token_ids) == 5
+    params = replace(GREEDY, prompt_logprobs=0)  # of parameters that can make a sequence wait
+    assert len(engine.generate(PROMPT, params, max_tokens=5).token_ids) == 5
     assert waits == [0.005] * 3
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from specdec.core.backends import Status, Verification
@@ -215,7 +213,7 @@ class TellingOracle(Oracle):
 
     def _decide(self, job):
         told = (None, *[TokenLogprobs(-1.0, 1)] * 1999) if len(job.log) == len(PROMPT) else None
-        return replace(super()._decide(job), prompt_logprobs=told)
+        return super()._decide(job)._replace(prompt_logprobs=told)
 
 
 def test_what_tells_of_a_prompt_is_sent_once_until_it_is_acknowledged_and_nothing_follows_it():

@@ -95,7 +95,7 @@ class WithHeads(Backend):
         logs = [[*job.log.tokens, *result.run] for job, result in zip(jobs, results, strict=True)]
         hidden = torch.nn.functional.one_hot(torch.tensor([int(log[-2]) for log in logs]), VOCAB).float()
         drafts = self.heads.drafts(hidden, [(job.spec, TokenBuffer(log)) for job, log in zip(jobs, logs, strict=True)])
-        return [replace(result, next_draft=self.told(draft)) for result, draft in zip(results, drafts, strict=True)]
+        return [result._replace(next_draft=self.told(draft)) for result, draft in zip(results, drafts, strict=True)]
 
     def told(self, draft: Draft) -> Draft:
         return draft

@@ -36,7 +36,7 @@ class WrongAtTimes(Around):
         for i, result in enumerate(results):
             self.num_decided += result.status is Status.DECIDED
             if self.num_decided == 20:
-                results[i] = replace(result, run=(*result.run[:-1], (result.run[-1] + 1) % VOCAB_SIZE))
+                results[i] = result._replace(run=(*result.run[:-1], (result.run[-1] + 1) % VOCAB_SIZE))
         return results
 
 

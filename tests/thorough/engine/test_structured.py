@@ -17,6 +17,7 @@ import specdec.demo
 from cluster.models.demos import demo_folder
 from specdec import BackendOptions, GenerationResult, Grammar, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.core.errors import InvalidParameterError
+from specdec.engine.pair import PairedTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, load_model
 from specdec.sampling.pipeline import Sampler
@@ -71,13 +72,19 @@ def runner_of(name: str) -> ModelRunner:
     return ModelRunner(model_of(name), num_blocks=300, block_size=4, num_state_slots=16)
 
 
+def backends_of(engine: SpeculativeEngine) -> tuple[Any, Any]:
+    """Of the target, and of the draft."""
+    paired = engine._service.target._backend
+    assert isinstance(paired, PairedTarget)
+    return paired._target, paired._drafter
+
+
 def matchers_of(engine: SpeculativeEngine) -> tuple[Matchers, Matchers]:
     """Those of the target, and of the draft."""
-    service = engine._service
-    assert service.drafter is not None
-    found = service.target._backend._sampler.matchers, service.drafter._backend._sampler.matchers
-    assert all(found)
-    return found
+    in_target, in_draft = (backend._sampler.matchers for backend in backends_of(engine))
+    assert in_target
+    assert in_draft
+    return in_target, in_draft
 
 
 def sampling(temperature: float, schema: dict[str, Any]) -> SamplingParams:
@@ -170,9 +177,9 @@ def test_what_a_grammar_forces_goes_first_in_every_draft(
     """
     engine = engine_of(pair)
     params = replace(sampling(temperature, BOOKING), acceptance=acceptance)
-    in_target, in_draft = (one._backend._sampler for one in (engine._service.target, engine._service.drafter))
+    in_target, in_draft = (backend._sampler for backend in backends_of(engine))
     forwards: list[int] = []
-    runner = engine._service.drafter._backend._runner
+    runner = backends_of(engine)[1]._runner
     work = runner.forward
     monkeypatch.setattr(runner, "forward", lambda rows: forwards.append(len(rows)) or work(rows))
 
@@ -231,7 +238,7 @@ def test_with_all_else_at_once_no_token_changes() -> None:
 
 def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("plain")
-    backends = engine._service.target._backend, engine._service.drafter._backend
+    backends = backends_of(engine)
     forwards = Counter[str]()
     for name, backend in zip(("target", "draft"), backends, strict=True):
 
@@ -261,8 +268,8 @@ def test_steps_without_a_grammar_are_as_if_there_were_none(monkeypatch: pytest.M
 
     operators()  # what is kept from step to step is there
     able = operators()
-    for machine in (engine._service.target, engine._service.drafter):
-        monkeypatch.setattr(machine._backend._sampler, "matchers", None)
+    for backend in backends_of(engine):
+        monkeypatch.setattr(backend._sampler, "matchers", None)
     assert able == operators()
     assert len(able) > 100
 

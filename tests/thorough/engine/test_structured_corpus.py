@@ -26,6 +26,7 @@ from tests.thorough.engine.test_structured import (
     MAX_TOKENS,
     PAIRS,
     PROMPTS,
+    backends_of,
     engine_of,
     matcher_source,
     matchers_of,
@@ -60,15 +61,14 @@ CHOSEN = sized([("plain", 1.0), ("hybrid", 0.0)], list(product(PAIRS, TEMPERATUR
 
 @cache
 def service_of(pair: str, is_controlled: bool) -> InProcessService:
-    """Over the same models; what is in the corpus is compiled, as ``collect`` counts rounds."""
-    service = engine_of(pair)._service
-    assert service.drafter is not None
+    """Over the same models, each by itself; what is in the corpus is compiled, as ``collect`` counts rounds."""
+    backends = backends_of(engine_of(pair))
     if is_controlled:
-        return ControlledService(service.target._backend, service.drafter._backend)
+        return ControlledService(*backends)
     for matchers in matchers_of(engine_of(pair)):
         for schema in SCHEMAS:
             matchers._grammars.check(grammar_of(schema))
-    return service
+    return InProcessService(*backends, 4)
 
 
 def case_of(number: int, cell: Cell, acceptance: Acceptance = "coupled") -> Case:
@@ -188,7 +188,7 @@ def test_masks_in_both_models_waste_no_draft(
 
     both, with_both, num_forbidden = run()
     assert num_forbidden == 0
-    in_draft_model = engine_of("plain")._service.drafter._backend._sampler
+    in_draft_model = backends_of(engine_of("plain"))[1]._sampler
     monkeypatch.setattr(in_draft_model, "masked", list)
     monkeypatch.setattr(in_draft_model, "forced", lambda *_: ())
     alone, with_one, num_forbidden = run()
