@@ -38,8 +38,9 @@ class _Wanted:
 class SequenceStates:
     """One cached sequence per key: a :class:`specdec.engine.scheduler.KVCache` over a model's blocks and states.
 
-    Before each step :meth:`want` says what every sequence should hold. There is no rollback call: the longest common
-    prefix of what is cached and what is wanted stays. Room is taken when the scheduler allocates it.
+    Before each step :meth:`want` says what every sequence should hold: the longest common prefix of what is cached and
+    what is wanted stays. After a verification :meth:`truncate` takes back what was refused. Room is taken when the
+    scheduler allocates it.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
