@@ -7,8 +7,8 @@ breaks; an aim that is missed fails nothing. Beside torch, Triton and numpy the 
 llguidance; those of attention need none of these three.
 
 Each of several sections has a process of its own and a time limit: an error of the device lasts as long as its
-process. All of them take about 15 minutes on an H200. Where a command may run for ten, run ``service``, ``tuning`` and
-``faults`` apart.
+process. All of them may take 15 minutes on an H200, an estimate. Where a command may run for ten, run ``service``,
+``tuning`` and ``faults`` apart.
 """
 
 from __future__ import annotations
