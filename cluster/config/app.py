@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from cluster.config.base import M, StrictModel, first_error, refused_key
-from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
+from cluster.config.limits import Access, Limits, Receipts, ResponsesStore, Store, Tls, names
 from cluster.config.models import IMPORT_STRING, DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
 from cluster.config.replicas import Replicas, Updates
@@ -349,6 +349,7 @@ class AppArgs(StrictModel):
         default_factory=Store, description="where stored responses and adapters loaded at run time are kept"
     )
     responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
+    receipts: Receipts = Field(default_factory=Receipts, description="signed receipts of answers")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     updates: Updates = Field(
@@ -431,6 +432,8 @@ class AppArgs(StrictModel):
             self._check_paired()
         if self.lora.is_enabled and self.target.engine != "transformers":
             raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
+        if self.receipts.key_file is not None and self.target.engine != "transformers":
+            raise refused_key("receipts.key_file", "receipts.key_file: vLLM's engine gives no receipts: leave it out")
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: ngram"
             raise refused_key("acceptance", needs)

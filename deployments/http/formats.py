@@ -12,6 +12,7 @@ from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
+from deployments.http.receipts import receipt_of
 from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.tally import answer_metrics, how_it_came
 from deployments.http.writing import AssistantMessage, Event, Json
@@ -263,7 +264,8 @@ class Envelope:
     end_mark = b"data: [DONE]\n\n"
     num_repeated = 0
 
-    def __init__(self, job: Job, format_: Format) -> None:
+    def __init__(self, api: Api, job: Job, format_: Format) -> None:
+        self._api = api
         self._job = job
         self._format = format_
         self._head = {
@@ -271,13 +273,15 @@ class Envelope:
             "created": int(job.context.wall_s),
             "system_fingerprint": job.fingerprint,
         }
+        if job.model.weights_version:
+            self._head["weights_version"] = job.model.weights_version
         self._kinds = format_.kinds
         self._beside = format_.beside_choices
 
     def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
         """A whole answer."""
         body = self._body(self._kinds[0], [self._format.whole(choice) for choice in choices])
-        return body | {"usage": self._usage(generation)} | self._metrics(generation)
+        return body | {"usage": self._usage(generation)} | self._at_the_end(generation)
 
     def opening(self, generation: Generation) -> list[Event]:
         """The beginning of each choice that has one."""
@@ -294,11 +298,11 @@ class Envelope:
 
     def closing(self, generation: Generation) -> list[Event]:
         """The chunk without choices that ends a stream, if it was asked for."""
-        metrics = self._metrics(generation)
-        if not metrics and not self._job.body.wants_usage_chunk:
+        others = self._at_the_end(generation)
+        if not others and not self._job.body.wants_usage_chunk:
             return []
         usage = self._usage(generation) if self._job.body.wants_usage_chunk else None
-        return [Event(self._body(self._kinds[1], []) | {"usage": usage} | metrics)]
+        return [Event(self._body(self._kinds[1], []) | {"usage": usage} | others)]
 
     def failed(self, error: ApiError) -> list[Event]:
         """The error."""
@@ -336,9 +340,13 @@ class Envelope:
             details["rejected_prediction_tokens"] = sum(tally.num_mispredicted for tally in tallies)
         return usage | ({"completion_tokens_details": details} if details else {})
 
-    def _metrics(self, generation: Generation) -> Json:
+    def _at_the_end(self, generation: Generation) -> Json:
+        """What speculation did, and the receipt, where they were asked for."""
         detail = self._job.body.per_request_spec_decode_metrics
-        return answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
+        metrics = answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
+        if not generation.records or self._api.settings.receipts is None:
+            return metrics
+        return metrics | {"receipt": receipt_of(self._job, self._api.settings.receipts, generation, self._head)}
 
 
 def _names(api: Api, job: Job) -> TokenNames:

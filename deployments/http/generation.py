@@ -17,6 +17,7 @@ from deployments.http.tally import RoundTally
 from specdec.core.messages import Notes, Plan
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
 from specdec.protocol.ingress import TokenDelta
+from specdec.receipts.issue import ChoiceRecord
 from specdec.text.detokenizer import OutputText
 
 _MOST_QUEUED = 256
@@ -89,6 +90,7 @@ class Generation:
         num_completion_tokens: Tokens billed so far, over all choices.
         num_cached_tokens: Prompt tokens that were not read, each prompt counted once: for its first choice.
         tallies: What speculation did, by choice.
+        records: What receipts tell, by choice; empty where none is wanted.
     """
 
     def __init__(self, api: Api, job: Job) -> None:
@@ -96,6 +98,7 @@ class Generation:
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self.tallies = [RoundTally() for _ in job.sequences]
+        self.records = [ChoiceRecord() for _ in job.sequences] if job.body.receipt else []
         self._counters = [job.new_counter() for _ in job.sequences] if job.new_counter is not None else []
         self._api = api
         self._num_open = len(job.sequences)
@@ -200,7 +203,7 @@ class Generation:
     ) -> Finish:
         """Turn a sequence's tokens into text, until its end or that of its text."""
         spec = request.spec
-        with_offsets = spec.sampling.logprobs is not None
+        with_offsets = self.job.body.num_logprobs is not None
         output = OutputText(
             self._api.tokenizer,
             self.job.prompts[index // self.job.num_samples],
@@ -247,7 +250,10 @@ class Generation:
         if not self.job.body.shows_output:
             return self._unseen(index, delta, observer)
         text = output.push(delta.tokens, delta.finish)
-        num_billed, logprobs = text.num_billed, delta.notes.logprobs
+        num_billed = text.num_billed
+        if self.records:
+            self.records[index].add(delta.tokens[:num_billed], delta.notes.logprobs or (), text.finish)
+        logprobs = delta.notes.logprobs if self.job.body.num_logprobs is not None else None
         unshown.extend(map(ShownToken, delta.tokens, text.offsets, logprobs or ()))
         shown = tuple(unshown.popleft() for _ in range(text.num_shown if unshown else 0))
         rounds = self.tallies[index].add(delta.notes)

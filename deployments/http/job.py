@@ -100,6 +100,7 @@ class Job:
         prompts: The tokens of each prompt.
         sequences: ``n`` for each prompt, in the order of the answer's choices.
         num_samples: That ``n``.
+        seed: Of the request: each sequence has one of its own, derived from it.
         stops: Strings that end a text.
         num_speculative_tokens: Bound on draft tokens per round.
         fingerprint: Of what decides its tokens.
@@ -116,6 +117,7 @@ class Job:
     prompts: tuple[Tokens, ...]
     sequences: tuple[SequenceRequest, ...]
     num_samples: int
+    seed: int
     stops: tuple[str, ...]
     num_speculative_tokens: int
     fingerprint: str
@@ -244,6 +246,9 @@ def _job(
     _check_spaces(api, body)
     bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
+    if body.receipt:
+        check_receipt(body, model, sampling, api.settings)
+        sampling = replace(sampling, logprobs=sampling.logprobs or 0)
     check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     if context.stats.reservation is not None:
@@ -282,6 +287,7 @@ def _job(
         prompts=tuple(prompts),
         sequences=tuple(sequences),
         num_samples=num_samples,
+        seed=seed,
         stops=tuple(body.stop or ()),
         num_speculative_tokens=info.num_speculative_tokens if bound is None else bound,
         fingerprint=model.fingerprint,
@@ -365,6 +371,25 @@ def check_prompt_logprobs(body: GenerationBody, num_prompt_tokens: int, limits: 
             f"{name}: log probabilities are given of at most {most} prompt tokens of one request "
             f"(limits.max_prompt_logprobs_tokens), and its prompts have {num_prompt_tokens}",
         )
+
+
+def check_receipt(body: GenerationBody, model: ServedModel, sampling: SamplingParams, settings: ApiSettings) -> None:
+    """Refuse a receipt that could not be given, or that nobody could check.
+
+    Raises:
+        UnsupportedParameterError: There is no key, or the tokens depend on more than the target and the seed.
+        InvalidParameterError: The answer has no output.
+    """
+    if settings.receipts is None:
+        raise UnsupportedParameterError("receipt", "receipt: this service has no key for receipts (receipts.key_file)")
+    if model.role == "draft":
+        raise UnsupportedParameterError("receipt", f"receipt: is given of the target, not of {model.name!r}")
+    if sampling.acceptance != "coupled":
+        raise UnsupportedParameterError(
+            "receipt", f"receipt: under acceptance {sampling.acceptance} the text depends on drafts; ask for coupled"
+        )
+    if not body.shows_output:
+        raise InvalidParameterError("receipt", "receipt: this answer has no output: max_tokens must be at least 1")
 
 
 def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:

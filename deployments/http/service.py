@@ -12,6 +12,7 @@ from specdec.core.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, 
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Adapter, Tokens
 from specdec.protocol.ingress import TokenDelta
+from specdec.receipts.issue import ReceiptIssuer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -31,6 +32,7 @@ class ServedModel:
         eos_token_ids: Ids that end a sequence.
         defaults: What holds for requests that do not say.
         decision: Fingerprint of all that decides its tokens, where it is known.
+        weights: What its weights are, by their content, where that is known.
         root: Where it comes from, where that is shown.
         parent: Of an adapter, the name of the model that it changes.
         adapter: With which the target answers, if it is one.
@@ -45,6 +47,7 @@ class ServedModel:
     eos_token_ids: Tokens = ()
     defaults: GenerationDefaults = PLAIN_DEFAULTS
     decision: str = ""
+    weights: str = ""
     root: str = ""
     parent: str | None = None
     adapter: Adapter | None = None
@@ -55,6 +58,13 @@ class ServedModel:
     def label(self) -> str:
         """In metrics, where adapters have no series of their own: they come and go."""
         return self.parent or self.name
+
+    @property
+    def weights_version(self) -> str:
+        """What answers give as ``weights_version``; empty where nothing is known."""
+        return (
+            self.weights if self.adapter is None or not self.weights else f"{self.weights}+{self.adapter.fingerprint}"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -178,6 +188,7 @@ class ApiSettings:
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
         admin_keys: Names of the API keys that may administer.
         share_prefixes: Whose requests share cached prefixes.
+        receipts: Makes receipts of answers; None where there is no key for them.
         tracer: Makes the spans of requests; None where nobody traces.
     """
 
@@ -194,4 +205,5 @@ class ApiSettings:
     send_request_id: bool = True
     admin_keys: tuple[str, ...] = ()
     share_prefixes: SharePrefixes = "key"
+    receipts: ReceiptIssuer | None = None
     tracer: Tracer | None = None

@@ -132,6 +132,7 @@ REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "receipt": (False,),
     "echo": (False,),
 }
 """The same for ``/v1/responses``."""
