@@ -20,7 +20,7 @@ from cluster.cli.keys import keys_table
 from cluster.cli.main import build_parser
 from cluster.cli.vllm_flags import ALIASES, INSTEAD, add_vllm_flags
 from cluster.config.app import ServiceConfig
-from cluster.config.base import validated
+from cluster.config.base import keys_of, validated
 from cluster.config.files import config_keys
 from cluster.config.live import LIVE_KEYS
 from cluster.models.demos import demo_folder
@@ -155,6 +155,14 @@ def test_flags_that_documents_name_exist() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", text))
     assert "--speculative-config" in named
     assert named - known - set(INSTEAD) == set(FLAGS_OF_OTHERS)
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=name)
+def test_keys_that_are_named_exist(path: Path) -> None:
+    known = {key for key, _ in keys_of(ServiceConfig)} | {f"replicas.{role}.max" for role in ("target", "draft")}
+    sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
+    named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?::[^`]*)?`", path.read_text())
+    assert [key for key in named if key not in known and not key.endswith(".py")] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)

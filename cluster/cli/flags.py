@@ -41,7 +41,7 @@ class _Help(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Print it."""
         if values not in (None, "all"):
-            parser.error(f"--help takes no word but all, not {values}")
+            parser.error(f"--help takes no value but all, not {values}")
         print(parser.format_help(whole=values == "all"), end="")
         parser.exit()
 
@@ -96,9 +96,10 @@ class Parser(argparse.ArgumentParser):
         known = [flag for action in self._actions for flag in action.option_strings]
         name = argument.partition("=")[0]
         hint = advice(name)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if argument.startswith("-") else []
-        if hint is None and near:
-            hint = f"the nearest known one is {near[0]}"
+        # Dashes, which all share, would make strangers alike.
+        near = difflib.get_close_matches(name.lstrip("-"), [flag.lstrip("-") for flag in known], n=1, cutoff=_NEAR)
+        if hint is None and argument.startswith("--") and near:
+            hint = f"did you mean --{near[0]}?"
         self.error(f"unknown argument {argument}" + (f"; {hint}" if hint else ""))
 
 
@@ -157,9 +158,11 @@ def config_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     overrides = vllm_overrides(arguments) | {path: given[path] for path, _ in config_keys() if path in given}
     model = given.get("model")
     if model is not None and model.lower() in ("true", "false"):
-        raise InvalidParameterError("model", f"{model} is no model; flags that are on or off take no word")
+        raise InvalidParameterError("model", f"MODEL: {model} is no model; flags that are on or off take no value")
     if model is not None and overrides.setdefault("target.model", model) != model:
-        raise InvalidParameterError("target.model", f"the target is named twice: {model} and --target")
+        raise InvalidParameterError(
+            "target.model", f"target.model: named twice, by MODEL ({model}) and by --target: leave one out"
+        )
     return overrides
 
 

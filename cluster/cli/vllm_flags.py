@@ -92,7 +92,9 @@ def key_entries(keys: Sequence[str]) -> str:
         InvalidParameterError: One holds a comma.
     """
     if any("," in key for key in keys):
-        raise InvalidParameterError("api-key", "--api-key: a key must not hold a comma; give several as words")
+        raise InvalidParameterError(
+            "api-key", "--api-key: a key must not contain a comma; separate several keys by spaces"
+        )
     return ",".join(f"command-line-{number}={key}" for number, key in enumerate(keys, 1))
 
 

@@ -14,6 +14,9 @@ from specdec.core.errors import InvalidParameterError
 
 M = TypeVar("M", bound="StrictModel")
 
+_NEAR = 0.6
+"""How alike two keys must be for one to be suggested in place of the other, from 0 to 1."""
+
 
 class StrictModel(BaseModel):
     """A frozen model that refuses unknown keys, at any depth, and names the nearest known one."""
@@ -74,19 +77,19 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
-    return f"unknown key '{key}'; the nearest known key is '{_nearest(key, known)}'"
+    near = _nearest(key, known)
+    return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "")
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    """The known dotted path most like ``key``: alike in its last part first, in its section next."""
+def _nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known dotted path most like ``key``, alike in its last part first, in its section next; None if none is."""
     section, _, leaf = key.rpartition(".")
 
     def likeness(path: str) -> float:
-        known_section, _, known_leaf = path.rpartition(".")
-        matcher = difflib.SequenceMatcher(a=leaf, b=known_leaf)
-        return matcher.ratio() + (0.2 if known_section == section else 0.0)
+        return difflib.SequenceMatcher(a=leaf, b=path.rpartition(".")[2]).ratio()
 
-    return max(known, key=likeness)
+    near = [path for path in known if likeness(path) >= _NEAR]
+    return max(near, key=lambda path: likeness(path) + 0.2 * (path.rpartition(".")[0] == section), default=None)
 
 
 def validated(model: type[M], data: Mapping[str, Any], source: str = "") -> M:

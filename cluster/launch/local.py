@@ -268,7 +268,9 @@ class LocalService:
             if self._ray_is_alive():
                 handle = serve.get_deployment_handle(INGRESS, APPLICATION_NAME)
                 if not drain_ingress(handle, self._config.drain_timeout_s, self._ray_is_alive, self._report_running):
-                    self._report(f"requests still run after {self._config.drain_timeout_s:g} s: they are cut off")
+                    self._report(
+                        f"requests still run after drain_timeout_s ({self._config.drain_timeout_s:g}): cut off"
+                    )
                     return
             # Serve calls it an error that it hears no more of what is gone.
             logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
@@ -292,7 +294,9 @@ class LocalService:
         from ray import serve
 
         if not self._ray_is_alive():
-            raise LaunchError("Ray has gone away: one of its processes has ended")
+            raise LaunchError(
+                f"Ray has ended: one of its processes died; start specdec serve again; logs: {self._log_folder}"
+            )
         application = serve.status().applications.get(APPLICATION_NAME)
         stages = starting(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():

@@ -82,7 +82,8 @@ class Admission:
         # Through a door that others fill, a key below its share still comes in: somebody's waiting slot becomes its.
         is_below_share = self._share < 1 and self._entered[key] + 1 <= self._share * most
         if self.num_requests >= (2 * most if is_below_share else most):
-            raise self._full(f"{self.num_requests} requests are being served or wait")
+            counts = f"{self.num_requests} requests are being served or wait"
+            raise self._full(counts, "max_concurrent_requests and limits.max_queued_requests")
         self._check_bytes(key, num_bytes)
         self.num_requests += 1
         self._add_bytes(key, num_bytes)
@@ -121,10 +122,13 @@ class Admission:
             for waiter in reversed(self._waiting):
                 if counts[waiter.key] > share and not waiter.granted.done():
                     self._waiting.remove(waiter)
-                    waiter.granted.set_exception(self._full("requests of other API keys wait, and this key has many"))
+                    waiter.granted.set_exception(
+                        self._full("requests of other API keys wait, and this key has many", "max_share_per_key")
+                    )
                     return
         wait = f"; {limits.max_queued_requests} more wait" if limits.max_queued_requests else ""
-        raise self._full(f"{self.num_sequences} of {limits.max_concurrent_requests} sequences are open{wait}")
+        counts = f"{self.num_sequences} of {limits.max_concurrent_requests} sequences are open{wait}"
+        raise self._full(counts, "max_concurrent_requests")
 
     def _fits(self, count: int) -> bool:
         return self.num_sequences + count <= self.limits.max_concurrent_requests
@@ -182,7 +186,8 @@ class Admission:
         """Raise 429 where bodies would be too large together; ``own`` bytes are there of the request that asks."""
         most = self.limits.max_total_body_bytes
         if self.num_bytes + more > most:
-            raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
+            counts = f"requests of {self.num_bytes} bytes are being served or wait, of {most} at most"
+            raise self._full(counts, "max_total_body_bytes")
         held = self._bytes[key] - own  # a single request may be larger than its key's share
         self._check_share("bytes", held, own + more, most)
 
@@ -197,16 +202,19 @@ class Admission:
     def _check_share(self, what: str, held: int, more: int, most: int) -> None:
         """Raise 429 where a key that holds some would hold more than its share."""
         if held and held + more > self._share * most:
-            raise self._full(f"requests of this API key hold {held} {what}, of {most} that all keys share")
+            counts = f"requests of this API key hold {held} {what}, of {most} that all keys share"
+            raise self._full(counts, "max_share_per_key")
 
     def _too_many(self) -> ApiError:
-        text = f"prompts times n must be at most {self.limits.max_concurrent_requests} sequences"
+        most = self.limits.max_concurrent_requests
+        text = f"prompts times n must be at most {most} sequences (limits.max_concurrent_requests)"
         return ApiError(400, text, param="n", code="invalid_value")
 
-    def _full(self, why: str) -> ApiError:
+    def _full(self, why: str, limit: str) -> ApiError:
         self.num_refused += 1
         headers = {"Retry-After": str(self.limits.retry_after_s)}
-        return ApiError(429, f"no more requests are taken now: {why}", "rate_limit_error", None, "overloaded", headers)
+        text = f"no more requests are taken now: {why} (limits.{limit}); send it again later"
+        return ApiError(429, text, "rate_limit_error", None, "overloaded", headers)
 
 
 class Reservation:
@@ -251,10 +259,12 @@ class Reservation:
         admission = self._admission
         most = admission.limits.max_total_tokens
         if most is not None and num_tokens > most:
-            text = f"prompts and outputs of one request may have {most} tokens together, and this one {num_tokens}"
+            text = f"prompts and max_tokens of one request must come to {most} tokens at most (limits.max_total_tokens)"
+            text += f", not {num_tokens}"
             raise ApiError(400, text, param="max_tokens", code="request_too_large")
         if most is not None and admission.num_tokens + num_tokens > most:
-            raise admission._full(f"requests of {admission.num_tokens} tokens are open, of {most} at most")
+            counts = f"requests of {admission.num_tokens} tokens are open, of {most} at most"
+            raise admission._full(counts, "max_total_tokens")
         if most is not None:
             admission._check_share("tokens", admission._tokens[self._key], num_tokens, most)
         admission._add_tokens(self._key, num_tokens)

@@ -57,7 +57,9 @@ def template_of(api: Api, body: ConversationBody) -> str | None:
     if body.chat_template is None:
         return api.settings.chat_template
     if not api.settings.trust_request_chat_template:
-        raise UnsupportedParameterError("chat_template", "chat_template is not taken from requests by this service")
+        raise UnsupportedParameterError(
+            "chat_template", "chat_template is not taken from requests (trust_request_chat_template)"
+        )
     return body.chat_template
 
 

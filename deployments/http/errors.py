@@ -96,10 +96,15 @@ def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError
         case ServiceUnavailableError():
             headers = {"Retry-After": str(retry_after_s)}
             return ApiError(
-                503, str(error) or "no worker is ready", "server_error", None, "service_unavailable", headers
+                503,
+                str(error) or "no worker is ready; /health says what is missing",
+                "server_error",
+                None,
+                "service_unavailable",
+                headers,
             )
         case SequenceFailedError():
-            _logger.warning("request %s: a sequence failed: %s", request_id, error)
+            _logger.warning("request %s: a sequence failed, and the client gets an error: %s", request_id, error)
             # OpenAI's clients send again what has a status of 500 and more: this would fail again, and cost others.
             headers = {"Retry-After": str(retry_after_s)} if error.is_passing else {"x-should-retry": "false"}
             status = 503 if error.is_passing else 500
@@ -108,8 +113,13 @@ def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError
             return _invalid_body(error.errors())
         case HTTPException():
             return _http_error(error)
-    _logger.error("request %s failed", request_id, exc_info=error)
-    return ApiError(500, "the server had an error while processing the request", "server_error", code="internal_error")
+    _logger.error("request %s failed with an internal error, and the client gets a 500", request_id, exc_info=error)
+    return ApiError(
+        500,
+        f"internal error; the ingress' log has its traceback under {request_id}",
+        "server_error",
+        code="internal_error",
+    )
 
 
 def add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
@@ -132,7 +142,7 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     """No such path, or not with that method."""
     path = request.url.path
     if error.status_code == 404:
-        return ApiError(404, f"there is no {path}", code="unknown_url")
+        return ApiError(404, f"there is no {path}; GET /openapi.json lists what there is", code="unknown_url")
     headers = dict(error.headers or {})
     return ApiError(405, f"{request.method} is not allowed on {path}", code="method_not_allowed", headers=headers)
 

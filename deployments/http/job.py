@@ -195,7 +195,8 @@ def _check_count(api: Api, body: GenerationBody, num_prompts: int) -> None:
     most = api.settings.limits.max_sequences
     if num_prompts * (body.n or 1) > most:
         raise InvalidParameterError(
-            "n" if num_prompts <= most else "prompt", f"prompts times n must be at most {most} sequences"
+            "n" if num_prompts <= most else "prompt",
+            f"prompts times n must be at most {most} sequences (limits.max_sequences)",
         )
 
 

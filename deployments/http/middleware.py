@@ -266,7 +266,7 @@ class _LimitedBody:
         self._num_bytes = 0
         self._is_read = False
         self._is_refused = False
-        self.message = f"the body is over the limit of {max_bytes} bytes"
+        self.message = f"the body is over {max_bytes} bytes (limits.max_body_bytes)"
 
     async def receive(self) -> Message:
         """The next message; raises 413 beyond the limit, and 408 where the body is not there in time."""

@@ -172,4 +172,4 @@ def _contained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("A span was lost: %r", error)
+        logger.warning("A trace span was lost (tracing.exporter): %r", error)

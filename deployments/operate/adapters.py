@@ -263,7 +263,7 @@ class LoadedAdapters:
             except Exception as error:  # whatever it is, this must not end: nothing else would follow the store
                 if not is_failing:
                     is_defect = not isinstance(error, ServiceUnavailableError)
-                    text = "Adapters that others load are not seen for now: %r"
+                    text = "The store does not answer: adapters that other ingresses load are not seen yet: %r"
                     logger.warning(text, error, exc_info=is_defect)
                 is_failing = True
                 await asyncio.sleep(_RETRY_S)

@@ -88,7 +88,7 @@ class ReplicaPoll:
         self.num_failures += len(failed)
         for failure in failed:
             why = f"timed out after {PATIENCE_S:g} s" if isinstance(failure, TimeoutError) else repr(failure)
-            logger.warning("A replica did not answer %s: %s", self._method, why)
+            logger.warning("A replica did not answer %s, and is left out of this answer: %s", self._method, why)
         all_hang = not answers and any(isinstance(failure, TimeoutError) for failure in failed)
         if not all_hang:
             self._answered_s = time.monotonic()

@@ -90,18 +90,18 @@ class RayStore:
 
     async def _answer(self, ask: Callable[[], asyncio.Task[_T]], timeout_s: float) -> _T:
         if self._unanswered is not None and not self._unanswered.done():
-            raise ServiceUnavailableError("the store has not answered for a while")
+            raise ServiceUnavailableError("the store of responses and adapters still owes an earlier answer")
         call = ask()
         call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
         for _ in range(2):  # a loop that stood still finds the answer in the second half
             await asyncio.wait({call}, timeout=timeout_s / 2)
         if not call.done():
             self._unanswered = call
-            raise ServiceUnavailableError(f"the store did not answer within {timeout_s:g} s")
+            raise ServiceUnavailableError(f"the store of responses and adapters did not answer within {timeout_s:g} s")
         try:
             return call.result()
         except Exception as error:
-            raise ServiceUnavailableError(f"the store failed: {error!r}") from error
+            raise ServiceUnavailableError(f"the store of responses and adapters failed: {error!r}") from error
 
     async def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
         try:
@@ -199,7 +199,7 @@ class RedisStore:
             async with asyncio.timeout(2 * PATIENCE_S):
                 return await call
         except (RedisError, OSError, TimeoutError) as error:
-            raise ServiceUnavailableError(f"the store in Redis failed: {error!r}") from error
+            raise ServiceUnavailableError(f"the store in Redis failed (store.redis_url): {error!r}") from error
 
 
 _LIBRARY = """

@@ -103,9 +103,9 @@ class PeerLinks:
         while True:
             was_up, reason = await self._run(peer)
             if was_up:
-                logger.warning("The link to %s is lost: %s", peer, reason)
+                logger.warning("Lost the link to %s: %s", peer, reason)
             elif reason != logged:  # once, not at each attempt
-                logger.warning("No link to %s, which is dialled on: %s", peer, reason)
+                logger.warning("No link to %s; trying again: %s", peer, reason)
             logged = "" if was_up else reason
             if peer not in self._listed:
                 self._tasks.pop(peer, None)
@@ -387,7 +387,7 @@ class RouterEndpoint(_DrainingEndpoint):
         if self._host is None or self._is_draining:
             return "the replica is draining"
         if self._host.failed:
-            return "the machine has failed"
+            return "the replica has failed"
         group = self._groups.get(hello.deployment)
         match = "decision" if group is None else group.match
         return mismatch(self._fingerprints, hello.fingerprints, match, hello.wire)

@@ -176,7 +176,7 @@ class Host(ABC, Generic[M]):
 
     def unsendable(self, message: Any, reason: str) -> None:
         """A message of the machine's is too long for any link: it learns that, and nothing else ends."""
-        logger.warning("Not sent: %s", reason)
+        logger.warning("Message not sent: %s", reason)
         self.tell(lambda machine, now_s: machine.unsendable(message, reason, now_s))
 
     def attach(self, peer: str) -> Mailbox:
@@ -208,7 +208,7 @@ class Host(ABC, Generic[M]):
             HostFailedError: It has raised, or for more than ``step_timeout_s`` there was no sign of progress.
         """
         if self._failure is not None:
-            raise HostFailedError(f"the machine failed: {self._failure!r}") from self._failure
+            raise HostFailedError(f"the replica failed: {self._failure!r}") from self._failure
 
     async def ask(self, question: Callable[[M], T]) -> T:
         """What ``question(machine)`` gives in the machine's turn; an exception of it is the caller's.
@@ -271,7 +271,7 @@ class Host(ABC, Generic[M]):
                 self.num_dropped_messages += len(messages)
 
     def _fail(self, failure: Exception) -> None:
-        logger.error("The machine failed; this replica is lost.", exc_info=failure)
+        logger.error("This replica failed: Serve replaces it, and its sequences go on elsewhere.", exc_info=failure)
         self._failure = failure
         self.unlink_all()
         if self.on_failed is not None:

@@ -157,7 +157,7 @@ class Dialer:
             LinkError: The link ended, or could not be opened.
         """
         if self._host.failed:
-            raise LinkError("the machine has failed")
+            raise LinkError("the replica has failed")
         channel = await self._open(peer)
         mailbox = self._host.attach(peer)
         try:

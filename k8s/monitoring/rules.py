@@ -7,15 +7,28 @@ and model. Namespace and cluster are what a Prometheus on Kubernetes adds; elsew
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from deployments.metrics.families import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN, Family
 
-SLOS_S: tuple[tuple[str, Family, float], ...] = (
-    ("ttft", TIME_TO_FIRST_TOKEN, 2.5),
-    ("itl", INTER_TOKEN_LATENCY, 0.2),
+
+class Slo(NamedTuple):
+    """A time that most sequences should keep to."""
+
+    name: str
+    words: str
+    section: str
+    family: Family
+    most_s: float
+
+
+SLOS: tuple[Slo, ...] = (
+    Slo("ttft", "Time to first token", "first-tokens-are-slow", TIME_TO_FIRST_TOKEN, 2.5),
+    Slo("itl", "Inter-token latency", "the-next-tokens-are-slow", INTER_TOKEN_LATENCY, 0.2),
 )
-"""Short name, histogram, and the seconds within which it should be: one of the histogram's bounds."""
+"""The seconds are one of the histogram's bounds; the section is one of the page below."""
+PAGE = "docs/troubleshoot.md"
+"""Has a section for each alert."""
 SLO_SHARE = 0.99
 """So much of all observations should be within that time; the rest is the budget."""
 LEAST_RATE = 0.05
@@ -45,7 +58,7 @@ def recording_rules() -> Iterator[Rule]:
     )
     yield _record("specdec:draft_tokens:rate5m", drafted)
     yield _record("specdec:acceptance:ratio_rate5m", f"{accepted} / ({drafted} > 0)")
-    for name, family, most_s in SLOS_S:
+    for name, _, _, family, most_s in SLOS:
         for window in WINDOWS:
             within = f'sum {MODEL} (rate({family.series}_bucket{{le="{most_s}"}}[{window}]))'
             count = f"sum {MODEL} (rate({family.series}_count[{window}]))"
@@ -72,8 +85,9 @@ def _missing_parts() -> Iterator[Rule]:
         "absent(specdec_router_workers)",
         "5m",
         "critical",
-        "No router of any service tells anything: all of them are down, or nobody scrapes them",
-        "See whether Prometheus has the targets of the PodMonitor, and whether the RayService's pods run.",
+        "No router of any service reports: all of them are down, or nothing scrapes them",
+        "Check that Prometheus lists the PodMonitor's targets, and that the RayService's pods run.",
+        "metrics-are-missing",
     )
     # An upgrade makes another Ray cluster of the same service, so that the cluster is no part of what is missed.
     largest = f"max {SERVICE_ANYWHERE}"
@@ -82,26 +96,28 @@ def _missing_parts() -> Iterator[Rule]:
         f"{largest} (present_over_time(specdec_router_workers[1d])) unless {largest} (specdec_router_workers)",
         "5m",
         "critical",
-        "A service that had routers within the last day has none that reports",
-        "See whether the RayService's pods run and are scraped; silence the alert if the service was deleted.",
+        "A service whose routers reported within the last day reports no more",
+        "Check that the RayService's pods run and are scraped; silence the alert if the service was deleted.",
+        "metrics-are-missing",
     )
     by_kind = "max by (namespace, ray_io_cluster, application, kind)"
     yield _alert(
-        "SpecdecFewerWorkers",
+        "SpecdecWorkersMissing",
         f"{by_kind} (specdec_router_workers) < {by_kind} (specdec_min_workers)",
         "15m",
         "warning",
-        "Routers have fewer workers of a kind than the configuration wants in any case",
-        "Look for a replica that does not come up in Serve's status.",
+        "Routers reach fewer workers of a kind than the configuration's minimum",
+        "Find the replica that does not come up in Serve's status, and read the end of its log.",
+        "a-replica-does-not-come-up",
     )
     yield _alert(
         "SpecdecTargetDown",
         f'max {SERVICE} (specdec_router_workers{{kind="target"}}) == 0',
         "1m",
         "critical",
-        "No router has a target: requests wait and then fail",
-        "Look at the TargetServer replicas in Serve's status and log; out of memory and unreadable files are the usual"
-        " causes.",
+        "No router reaches a target: requests wait until limits.queue_timeout_s, then get 503",
+        "Read the end of the TargetServer replicas' logs; out of memory and unreadable files are the usual causes.",
+        "a-target-hangs-or-dies",
     )
     yield _alert(
         "SpecdecDraftDown",
@@ -110,8 +126,9 @@ def _missing_parts() -> Iterator[Rule]:
         f" or sum {SERVICE} (specdec_sequences_without_drafter) > 0)",
         "1m",
         "warning",
-        "No router has a drafter: answers are the same, but slower",
-        "Look at the DraftServer replicas in Serve's status and log; the target goes on by itself meanwhile.",
+        "No router reaches a drafter: answers are the same, but slower",
+        "Read the end of the DraftServer replicas' logs; the target goes on without drafts meanwhile.",
+        "nothing-is-drafted",
     )
 
 
@@ -123,7 +140,8 @@ def _speculation() -> Iterator[Rule]:
         "10m",
         "warning",
         "Less than half as many draft tokens are accepted as over the last day",
-        "Compare the revisions of target and draft with yesterday's; then see whether prompts or temperatures changed.",
+        "Compare the revisions of target and draft with yesterday's; then look for other prompts or temperatures.",
+        "speculation-does-not-pay",
     )
     gain = f"max {SERVICE} (avg_over_time(specdec_measured_gain[30m])) < 1.05"
     busy = f"sum {SERVICE} (avg_over_time(specdec_planned_sequences[30m])) > 0.5"
@@ -132,19 +150,21 @@ def _speculation() -> Iterator[Rule]:
         f"({gain} and {ON_SERVICE} {busy}) or max {SERVICE} (specdec_controller_failed) == 1",
         "15m",
         "warning",
-        "Speculation gains less than 5 % over plain decoding, or its controller has failed",
-        "Search the router's log for the controller; else use a faster draft, or none: its device earns nothing.",
+        "Speculation gains less than 5% over plain decoding, or its controller has failed",
+        "Search the routers' logs for 'controller failed'; else use a faster draft, or none.",
+        "speculation-does-not-pay",
     )
 
 
 def _load() -> Iterator[Rule]:
     yield _alert(
-        "SpecdecKvNearlyFull",
+        "SpecdecKvCacheNearlyFull",
         "max by (namespace, ray_io_cluster, application, deployment, replica) (specdec_kv_cache_usage_perc) > 0.95",
         "10m",
         "warning",
-        "Nearly all cache blocks of a worker are held by sequences: others wait or lose theirs",
-        "Add replicas or cache memory, or lower limits.max_total_tokens.",
+        "Sequences hold over 95% of a worker's cache blocks: others wait or are preempted",
+        "Add replicas, raise kv_cache_memory, or lower limits.max_total_tokens.",
+        "memory-is-full",
     )
     buckets = f"sum by (namespace, ray_io_cluster, application, le) {_rate('request_queue_time_seconds_bucket')}"
     waited = f"histogram_quantile(0.9, {buckets})"
@@ -155,17 +175,19 @@ def _load() -> Iterator[Rule]:
         "5m",
         "warning",
         "A tenth of the sequences wait longer than 5 s to begin, or none begins at all",
-        "Add target replicas, or lower limits.max_queued_requests so that clients are refused early.",
+        "Add target replicas, or lower limits.max_queued_requests, so that clients are refused early.",
+        "first-tokens-are-slow",
     )
     refused = f'sum {SERVICE} (rate(specdec_http_requests_total{{status="429"}}[5m]))'
     answered = f"sum {SERVICE} (rate(specdec_http_requests_total[5m]))"
     yield _alert(
-        "SpecdecRefusing",
+        "SpecdecRequestsRefused",
         f"{refused} / ({answered} > 0) > 0.05",
         "5m",
         "warning",
-        "More than 5 % of all requests are refused with 429",
-        "Add target replicas, raise replicas.target.max, or raise limits if the targets have room.",
+        "More than 5% of all requests are refused with 429",
+        "Add target replicas, or raise replicas.target.max; if targets have room, raise the limit that the 429 names.",
+        "requests-get-429",
     )
     gpu = "by (namespace, ray_io_cluster, instance, GpuIndex)"
     used = f"max {gpu} (ray_node_gram_used)"
@@ -174,10 +196,11 @@ def _load() -> Iterator[Rule]:
         f"{used} / ({used} + max {gpu} (ray_node_gram_available)) > 0.97",
         "10m",
         "warning",
-        "A GPU has less than 3 % of its memory free: the next allocation may fail",
-        "Lower kv_cache_memory of the model on that GPU, or give it a larger share.",
+        "Less than 3% of a GPU's memory is free: the next allocation may fail",
+        "Lower kv_cache_memory or gpu_memory_utilization of the model on that GPU.",
+        "memory-is-full",
     )
-    for name, family, most_s in SLOS_S:
+    for name, words, section, family, most_s in SLOS:
         for speed, times, short, long, lasting, severity in BURNS:
             least = f"{times} * {round(1 - SLO_SHARE, 6)}"
             yield _alert(
@@ -186,8 +209,9 @@ def _load() -> Iterator[Rule]:
                 f" and {ON_MODEL} sum {MODEL} (rate({family.series}_count[{long}])) > {LEAST_RATE}",
                 lasting,
                 severity,
-                f"{name.upper()} is over {most_s} s so often that the budget goes {times} times too fast",
-                "See the service dashboard: a long queue asks for replicas, slow steps for shorter drafts or prompts.",
+                f"{words} exceeds {most_s} s for over {times:g}% of sequences, over {short} and {long}; 1% is allowed",
+                "Read queue, prefill and step times on the service dashboard: a long queue needs more targets.",
+                section,
             )
 
 
@@ -195,29 +219,32 @@ def _faults() -> Iterator[Rule]:
     answers = f"sum {SERVICE} (rate(specdec_http_requests_total[5m]))"
     failed = f'sum {SERVICE} (rate(specdec_http_requests_total{{status=~"5.."}}[5m]))'
     yield _alert(
-        "SpecdecErrors",
+        "SpecdecServerErrors",
         f"{failed} / ({answers} > 0) > 0.05",
         "5m",
         "critical",
-        "More than 5 % of all answers are errors of the service",
-        "See the codes on the service dashboard, then the ingress' log for the requests' ids.",
+        "More than 5% of all answers are 5xx",
+        "Read the errors' codes on the service dashboard, then search the ingress' log for a request's id.",
+        "requests-get-5xx",
     )
     yield _alert(
         "SpecdecCrashLoop",
         "max by (namespace, ray_io_cluster, application, kind) (increase(specdec_worker_deaths_total[15m])) > 3",
         "0m",
         "critical",
-        "Workers of one kind die again and again",
+        "Workers of one kind died more than three times within 15 minutes",
         "Read the end of the dead replicas' logs; if one request goes with each death, refuse that one.",
+        "a-target-hangs-or-dies",
     )
     contained = ("failed_steps", "worker_errors", "skipped_sequences", "suspects")
     yield _alert(
-        "SpecdecContainedFaultsRising",
+        "SpecdecStepsFail",
         " or ".join(f"sum {SERVICE} (increase(specdec_{name}_total[15m])) > 5" for name in contained),
         "0m",
         "warning",
-        "Steps or sequences fail, and the service goes on: clients see finish_reason error",
-        "Search the workers' logs for the failed sequence: a logits processor that raises, or too little memory.",
+        "Steps or sequences fail and the service goes on: clients see 500 or finish_reason error",
+        "Search the workers' logs for 'failed' and 'out of memory'; a logits processor that raises is the usual cause.",
+        "requests-get-5xx",
     )
     lacking = " or ".join(
         f'min {SERVICE} (specdec_router_workers{{kind="{kind}"}})'
@@ -233,8 +260,9 @@ def _faults() -> Iterator[Rule]:
         f"{lacking} or ({sent} > 0 and {come} == 0)",
         "3m",
         "warning",
-        "A router has no link to a worker that lives, or drafts do not reach their targets",
-        "Check the network between the nodes, and whether all have the same version, models and environment.",
+        "A router has no link to a live worker, or drafts do not reach their targets",
+        "Search the workers' logs for 'No link to'; check the network, and that all nodes have one version and pair.",
+        "a-link-is-down",
     )
 
 
@@ -246,8 +274,9 @@ def _updates() -> Iterator[Rule]:
         f"{status} == 1",
         "1m",
         "warning",
-        "An update has failed: what ran before serves on, unless it was replaced",
+        "An update has failed: the old version serves on, unless it was replaced",
         "Read `update` at /health, then deploy the previous configuration again.",
+        "an-update-does-not-end",
     )
     yield _alert(
         "SpecdecUpdateLate",
@@ -255,15 +284,17 @@ def _updates() -> Iterator[Rule]:
         "1m",
         "warning",
         "An update takes longer than update_timeout_s",
-        "Read `update` at /health: a surge waits for a free device; free one, or set updates of that model to replace.",
+        "Read `update` at /health. A surge waits for a free device: free one, or set updates of that model to replace.",
+        "an-update-does-not-end",
     )
     yield _alert(
         "SpecdecRayServiceNotReady",
         'max by (namespace, exported_namespace, name) (kuberay_service_condition_ready{condition="false"}) == 1',
         "5m",
         "critical",
-        "KubeRay says that a RayService is not ready: it has no pod that takes requests",
+        "KubeRay reports a RayService as not ready: none of its pods takes requests",
         "Run kubectl describe on the RayService, and look for pods that do not start.",
+        "a-replica-does-not-come-up",
     )
 
 
@@ -275,13 +306,15 @@ def _record(name: str, expression: str) -> Rule:
     return {"record": name, "expr": expression}
 
 
-def _alert(name: str, expression: str, lasting: str, severity: Severity, summary: str, runbook: str) -> Rule:
+def _alert(
+    name: str, expression: str, lasting: str, severity: Severity, summary: str, runbook: str, section: str
+) -> Rule:
     return {
         "alert": name,
         "expr": expression,
         "for": lasting,
         "labels": {"severity": severity},
-        "annotations": {"summary": summary, "runbook": runbook},
+        "annotations": {"summary": summary, "runbook": runbook, "docs": f"{PAGE}#{section}"},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deployments.metrics import families as f
 from k8s.monitoring.charts import CHOSEN_MODEL, TOKENS_PER_S, Board, Chart, named, quantiles, rare, rate, total
-from k8s.monitoring.rules import SLO_SHARE, SLOS_S, WINDOWS, slow_ratio
+from k8s.monitoring.rules import SLO_SHARE, SLOS, WINDOWS, slow_ratio
 
 
 def _burn(name: str, most_s: float) -> Chart:
@@ -109,6 +109,6 @@ BOARD = Board(
                 },
             ),
         ),
-        "Service level": tuple(_burn(name, most_s) for name, _, most_s in SLOS_S),
+        "Service level": tuple(_burn(slo.name, slo.most_s) for slo in SLOS),
     },
 )

@@ -74,7 +74,9 @@ def max_model_len(config: PretrainedConfig, name: str) -> int:
     if length is None and (kinds == {"linear_attention"} or config.model_type in _WITHOUT_POSITIONS):
         return MAX_LENGTH_WITHOUT_POSITIONS
     if not isinstance(length, int):
-        raise ModelLoadError(f"{name} does not say how long a sequence may be (max_position_embeddings)")
+        raise ModelLoadError(
+            f"{name} does not say how long a sequence may be: its config.json lacks max_position_embeddings"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
         if parameters.get("rope_type") == "longrope":

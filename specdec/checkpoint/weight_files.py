@@ -12,6 +12,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format allows no larger header."""
 _SIZE_BYTES = 8
+_AGAIN = ": download or copy it again"
 
 
 def local_folder(path: str, revision: str | None = None) -> Path | None:
@@ -33,7 +34,7 @@ def tensor_bytes(file: Path) -> dict[str, int]:
     """
     length = file.stat().st_size
     if not length:
-        raise ModelLoadError(f"{file} is empty")
+        raise ModelLoadError(f"{file} is empty{_AGAIN}")
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(_SIZE_BYTES), "little")
         header = opened.read(min(header_bytes, _MAX_HEADER_BYTES))
@@ -41,7 +42,7 @@ def tensor_bytes(file: Path) -> dict[str, int]:
         raise ModelLoadError(f"{file} is not a safetensors file")
     data_start = _SIZE_BYTES + header_bytes
     if length < data_start:
-        raise ModelLoadError(f"{file} is cut off: it has {length:,} bytes, and its header alone {data_start:,}")
+        raise ModelLoadError(f"{file} is cut off: it has {length:,} bytes, and its header alone {data_start:,}{_AGAIN}")
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
@@ -51,9 +52,11 @@ def tensor_bytes(file: Path) -> dict[str, int]:
         raise ModelLoadError(f"{file} is not a safetensors file") from error
     expected = data_start + max((end for _, end in offsets.values()), default=0)
     if length < expected:
-        raise ModelLoadError(f"{file} is cut off: it has {length:,} of {expected:,} bytes")
+        raise ModelLoadError(f"{file} is cut off: it has {length:,} of {expected:,} bytes{_AGAIN}")
     if length > expected:
-        raise ModelLoadError(f"{file} is damaged: it has {length:,} bytes, but its header describes {expected:,}")
+        raise ModelLoadError(
+            f"{file} is damaged: it has {length:,} bytes, but its header describes {expected:,}{_AGAIN}"
+        )
     return sizes
 
 
@@ -74,7 +77,9 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelLoadError(f"{index} is not an index of safetensors files") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ModelLoadError(f"{folder} lacks {len(missing)} of {len(names)} files that {INDEX} names: {missing[0]}")
+        raise ModelLoadError(
+            f"{folder} lacks {len(missing)} of {len(names)} files that {INDEX} names, such as {missing[0]}{_AGAIN}"
+        )
     return [folder / name for name in names]
 
 

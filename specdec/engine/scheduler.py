@@ -163,11 +163,16 @@ class Scheduler:
         """
         self._num_steps_at_budget = 0
         if num_tokens == 1:
-            logger.warning("A step with a single token ran out of memory: %s", reason)
+            logger.warning("A step of one token ran out of memory. Lower kv_cache_memory: %s", reason)
             self._budget = self.max_num_batched_tokens
             return False
         self._budget = num_tokens // 2
-        logger.warning("A step of %d tokens ran out of memory. Trying at most %d: %s", num_tokens, self._budget, reason)
+        logger.warning(
+            "A step of %d tokens ran out of memory; trying at most %d. Lower max_num_batched_tokens: %s",
+            num_tokens,
+            self._budget,
+            reason,
+        )
         return True
 
     def _begin_step(self) -> None:

@@ -93,7 +93,7 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
         raise ModelLoadError(
             f"{runner.loaded.name} cannot be served exactly: its cached forward differs from its plain one by "
             f"{report.relative_error:.2g} of the logits' spread, where {report.tolerance:g} is allowed for "
-            f"{str(runner.loaded.dtype).removeprefix('torch.')}"
+            f"{str(runner.loaded.dtype).removeprefix('torch.')}: try another dtype; skip_parity_check serves it still"
         )
     return report
 
@@ -130,7 +130,7 @@ def _split_rows(runner: ModelRunner, rows: list[list[int]], long_piece: int, rng
                     continue
                 tokens = new + [rng.randrange(runner.loaded.vocab_size) for _ in range(rng.randint(0, _NUM_REFUSED))]
                 if not runner.reserve(sequence, start + len(tokens)):
-                    raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}")
+                    raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}: raise kv_cache_memory")
                 inputs.append(RowInput(sequence, tokens, len(tokens)))
                 kept.append((index, start, len(new)))
             # A recorded step gives memory that the next one writes again.

@@ -377,7 +377,7 @@ class Dispatcher:
         for session in decided:
             self.workers.detach(session.target)
         if decided:
-            logger.warning("The worker %s is lost; to be opened elsewhere: %s", name, labels(decided))
+            logger.warning("Lost the worker %s; opening its sequences elsewhere: %s", name, labels(decided))
         at_fault = self._quarantine.failed(name, decided, is_only_one=is_only_one)
         self._counters.num_suspects += len(decided) - len(at_fault)
         return at_fault

@@ -127,11 +127,13 @@ CASES = (
         None,
         30,
     ),
-    Case("SpecdecFewerWorkers", _linked("target", "r", (2, 20), (1, 30), (2, 20)) | _least(2, 0), *(40, 60), _TARGETS),
+    Case(
+        "SpecdecWorkersMissing", _linked("target", "r", (2, 20), (1, 30), (2, 20)) | _least(2, 0), *(40, 60), _TARGETS
+    ),
     # Some have gone, and there are as many as there are to be in any case.
-    Case("SpecdecFewerWorkers", _linked("target", "r", (3, 20), (2, 90)) | _least(2, 0), None, 90),
-    Case("SpecdecErrors", _ANSWERS, 15, 40),
-    Case("SpecdecRefusing", _REFUSALS, 15, 40),
+    Case("SpecdecWorkersMissing", _linked("target", "r", (3, 20), (2, 90)) | _least(2, 0), None, 90),
+    Case("SpecdecServerErrors", _ANSWERS, 15, 40),
+    Case("SpecdecRequestsRefused", _REFUSALS, 15, 40),
     Case(
         "SpecdecGpuMemoryFull",
         {
@@ -172,7 +174,7 @@ CASES = (
     Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{mode="off"}': held((0, 120))}, None, 50),
     Case("SpecdecSpeculationNotPaying", {"specdec_controller_failed{}": held((1, 30), (0, 10))}, 20, 35),
     Case(
-        "SpecdecKvNearlyFull",
+        "SpecdecKvCacheNearlyFull",
         {'specdec_kv_cache_usage_perc{deployment="TargetServer", replica="t"}': held((0.97, 20), (0.5, 20))},
         *(15, 30),
         {"deployment": "TargetServer", "replica": "t"},
@@ -198,7 +200,7 @@ CASES = (
     ),
     *(
         Case(
-            "SpecdecContainedFaultsRising",
+            "SpecdecStepsFail",
             {f'specdec_{name}_total{{replica="{replica}"}}': counted((1, 6), (0, 40)) for replica in "ab"},
             *(8, 40),
         )

@@ -18,7 +18,7 @@ from deployments.operate.status import UPDATE_LATE
 from k8s.monitoring.__main__ import BOARDS, FOLDER, files
 from k8s.monitoring.charts import CHOSEN, CHOSEN_MODEL
 from k8s.monitoring.resources import NODES
-from k8s.monitoring.rules import SLOS_S
+from k8s.monitoring.rules import PAGE, SLOS
 from tests.k8s.alert_cases import CASES
 
 PARTS = ("_bucket", "_sum", "_count")
@@ -137,8 +137,8 @@ def test_every_series_of_rays_that_an_alert_asks_for_is_kept() -> None:
 
 
 def test_slos_are_bounds_of_their_histograms() -> None:
-    for _, family, most_s in SLOS_S:
-        assert most_s in family.buckets
+    for slo in SLOS:
+        assert slo.most_s in slo.family.buckets
 
 
 def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
@@ -147,6 +147,18 @@ def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
         assert alert["labels"]["severity"] in ("critical", "warning")
         assert re.fullmatch(r"[A-Z][^\n]*[^.]", alert["annotations"]["summary"])
         assert re.fullmatch(r"[A-Z][^\n]*\.", alert["annotations"]["runbook"])
+
+
+def test_every_alert_leads_to_a_section_that_names_it() -> None:
+    text = (FOLDER.parents[1] / PAGE).read_text()
+    sections = {
+        re.sub(r"[^a-z0-9 ]", "", part.split("\n")[0].lower()).replace(" ", "-"): part for part in text.split("\n## ")
+    }
+    for name, alert in ALERTS.items():
+        page, _, section = alert["annotations"]["docs"].partition("#")
+        assert page == PAGE
+        assert f"`{name}`" in sections[section], f"{name}: {section}"
+    assert set(re.findall(r"`(Specdec\w+)`", text)) == set(ALERTS), "a name that is no alert's"
 
 
 def relabelled(name: str, rules: list[dict[str, Any]]) -> str | None:

@@ -116,7 +116,7 @@ def test_labels_are_those_of_the_page(by_ray: Prometheus, by_page: Prometheus) -
     [
         ("draft", "SpecdecDraftDown"),
         ("target", "SpecdecTargetDown"),
-        ("poison", "SpecdecContainedFaultsRising"),
+        ("poison", "SpecdecStepsFail"),
     ],
 )
 @pytest.mark.timeout(900)

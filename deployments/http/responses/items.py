@@ -286,7 +286,7 @@ class StoredConversation:
             packed = await self.api.encode(self.num_characters + num_characters, work)
             is_kept = await self.store.put(self.owner, name, packed)
         except ServiceUnavailableError as error:
-            _logger.warning("The response %s is not stored: %s", name, error)
+            _logger.warning("Response %s was answered but not stored: %s", name, error)
             return "the response is not stored: the store does not answer"
         return "" if is_kept else "the response is not stored: it is larger than responses_store.max_bytes"
 

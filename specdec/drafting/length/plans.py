@@ -150,7 +150,9 @@ class Planning:
         try:
             return getattr(self._controller, method)(*arguments)
         except Exception:
-            logger.exception("The controller failed: nothing is drafted from now on")
+            logger.exception(
+                "The controller failed: nothing is drafted until this router is restarted. Please report it."
+            )
             self._controller, self._has_failed = PlanController(no_drafts), True
             return getattr(self._controller, method)(*arguments)
 

@@ -19,14 +19,15 @@ PLACED = {"actors": {"target": {"num_gpus": 1}, "draft": {"num_gpus": 0.5, "num_
 
 COMMANDS: list[tuple[str, str]] = [
     ("frobnicate", "'serve', 'generate', 'config', 'render', 'demo', 'doctor'"),
-    ("serve --prot 8", "unknown argument --prot; the nearest known one is --port"),
-    ("serve --num-spec 3", "unknown argument --num-spec; the nearest known one is --max-num-seqs"),
+    ("serve --prot 8", "unknown argument --prot; did you mean --port?"),
+    ("serve --num-spec 3", "unknown argument --num-spec; did you mean --max-num-seqs?"),
+    ("serve --bogus 3", "unknown argument --bogus; see specdec serve --help"),
     ("serve --port 99999", "port: must be a whole number, at least 0 and at most 65535"),
     ("serve --host 'not an address'", "no address of this machine"),
     ("serve --config missing.yaml", "missing.yaml: cannot be read"),
     ("serve --draft x", "needs a target"),
-    ("config one --target another", "the target is named twice: one and --target"),
-    ("config --skip-parity-check true", "true is no model; flags that are on or off take no word"),
+    ("config one --target another", "target.model: named twice, by MODEL (one) and by --target"),
+    ("config --skip-parity-check true", "true is no model; flags that are on or off take no value"),
     ("config t --draft-method ngram+model", "ngram+model needs a draft model"),
     ("config t --draft d --draft-heads h", "heads needs method medusa"),
     ("config t --speculative-config {", "--speculative-config: not JSON"),
@@ -65,7 +66,7 @@ ON_A_CLUSTER: list[tuple[dict[str, Any], str, str]] = [
     (DEMO | {"store": {"redis_url": "redis://:hf_0123@host"}}, "", "store.redis_url: must hold no password"),
     (DEMO | {"store": {"redis_url": "host:6379"}}, "", "store.redis_url: must be redis://host"),
     ({"limits": {}}, "", "target: names no model"),
-    (DEMO | {"prot": 1}, "", "unknown key 'prot'; the nearest known key is 'port'"),
+    (DEMO | {"prot": 1}, "", "unknown key 'prot'; did you mean 'port'?"),
 ]
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from ray._private.authentication import authentication_utils
 
 from cluster.config.app import OTLP_LIBRARY, AppArgs, ServiceConfig
+from cluster.config.base import validated
 from cluster.config.environment import api_keys, check_ray
 from cluster.config.files import load_config
 from cluster.config.live import reconfigured
@@ -49,7 +50,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("replicas.target", True, NO_SWITCH),
     ("replicas.target", {"min": 1}, f"max: must be {MANY}"),
     ("replicas.target", {"min": 3, "max": 2}, "min must be at most max (2)"),
-    ("replicas.target", {"max": 2, "maxx": 3}, "unknown key 'maxx'; the nearest known key is 'max'"),
+    ("replicas.target", {"max": 2, "maxx": 3}, "unknown key 'maxx'; did you mean 'max'?"),
     ("replicas.target", {"min": 0, "max": 2}, "min must be at least 1: nobody would answer"),
     ("replicas.draft", {"min": 0, "max": 0}, f"max: must be {MANY}"),
     ("speculation_mode", "both", "'auto', 'sequential', 'overlap' or 'outcomes'"),
@@ -78,7 +79,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("draft.method", "ngram+ngram", "each once"),
     ("draft.method", "ngram+my.module:drafter", "must name one drafter from tokens"),
     ("extensions", {KEYS: {"ahead": 9}}, f"{KEYS}: ahead: must be a whole number, at least 1 and"),
-    ("extensions", {KEYS: {"aheda": 1}}, "unknown key 'aheda'; the nearest known key is 'ahead'"),
+    ("extensions", {KEYS: {"aheda": 1}}, "unknown key 'aheda'; did you mean 'ahead'?"),
     ("extensions", {METHOD: {}}, f"{METHOD} must be a subclass of cluster.config.base.StrictModel"),
     ("extensions", {"nowhere_specdec:Keys": {}}, "cannot import nowhere_specdec:Keys: ModuleNotFoundError"),
     ("extensions", {"keys": {}}, "keys: must be the import string of a model"),
@@ -145,7 +146,7 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
 ]
 READ: list[tuple[dict[str, Any], str, str]] = [
     *(({key: value}, key.removesuffix(".model"), words) for key, value, words in OUT_OF_RANGE),
-    *(({key: 1}, key, f"unknown key '{key}'; the nearest known key is '{known}'") for key, known in UNKNOWN.items()),
+    *(({key: 1}, key, f"unknown key '{key}'; did you mean '{known}'?") for key, known in UNKNOWN.items()),
     *TOGETHER,
 ]
 
@@ -174,7 +175,7 @@ def test_a_configuration_is_refused_by_the_name_of_its_key(keys: dict[str, Any],
     [
         (
             {"limits": {"max_body_byte": 5}},
-            "unknown key 'limits.max_body_byte'; the nearest",
+            "unknown key 'limits.max_body_byte'; did you mean",
         ),
         ({"target": {"model": None}}, "target: is empty"),
         ({"draft": {"heads": "h"}}, "heads needs method medusa"),
@@ -267,14 +268,18 @@ def test_what_cannot_be_had_is_refused_before_anything_starts(
     assert words in str(error)
 
 
+def test_a_key_that_is_like_none_gets_no_hint() -> None:
+    assert str(refusal(validated, ServiceConfig, {"bogus": 1})) == "unknown key 'bogus'"
+
+
 @pytest.mark.parametrize(
     ("user_config", "parameter", "words"),
     [
         ({"access": {"metrics_need_key": False}}, "access.metrics_need_key", RESTART),
         ({"target": "other"}, "target", RESTART),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens", RESTART),
-        ({"limit": {}}, "limit", "unknown key 'limit'; the nearest known key is 'limits'"),
-        ({"limits": {"retry_after": 1}}, "limits.retry_after", "the nearest known key is 'limits.retry_after_s'"),
+        ({"limit": {}}, "limit", "unknown key 'limit'; did you mean 'limits'?"),
+        ({"limits": {"retry_after": 1}}, "limits.retry_after", "did you mean 'limits.retry_after_s'?"),
         ({"limits": {"retry_after_s": 0}}, "limits.retry_after_s", "at least 1"),
         ({"protocol": {"renew_interval_s": 1000}}, "protocol", "renew_interval_s must be at most"),
     ],
@@ -294,7 +299,7 @@ def test_what_is_changed_while_it_serves_is_refused_by_its_key(
         ("port: [", "not YAML"),
         ("- port", "must hold keys and values"),
         ("7: 8", "must hold keys and values"),
-        ("prot: 1", "nearest known key is 'port'"),
+        ("prot: 1", "did you mean 'port'?"),
         (None, "cannot be read"),
         ("", "target: names no model; name a model, or ask for the demo pair with demo: plain"),
         ("target:\n", "target: is empty; name a model, or ask for the demo pair with demo: plain"),
@@ -315,8 +320,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, w
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("SPECDEC__PROT", "environment: unknown key 'prot'; the nearest known key is 'port'"),
-        ("SPECDEC__TARGET__DTYP", "environment: unknown key 'target.dtyp'; the nearest known key is 'target.dtype'"),
+        ("SPECDEC__PROT", "environment: unknown key 'prot'; did you mean 'port'?"),
+        ("SPECDEC__TARGET__DTYP", "environment: unknown key 'target.dtyp'; did you mean 'target.dtype'?"),
         ("SPECDEC__PORT", "port: must be a whole number, at least 0 and at most 65535"),
     ],
 )

@@ -175,9 +175,9 @@ async def test_what_fails_has_a_body_whole_or_as_an_event(bench: Bench, caplog: 
         stream = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "request_id": "theirs"})
     events = [json.loads(event.removeprefix("data: ")) for event in stream.text.strip().split("\n\n")]
     assert events[-1]["error"]["message"] == "a hook raised"
-    assert "request mine: a sequence failed: a hook raised" in caplog.text
+    assert "request mine: a sequence failed, and the client gets an error: a hook raised" in caplog.text
     assert [request.spec.request_id for request in bench.service.opened][::2] == ["mine", "theirs"]
-    assert "request theirs: a sequence failed: a hook raised" in caplog.text
+    assert "request theirs: a sequence failed, and the client gets an error: a hook raised" in caplog.text
 
 
 async def test_what_was_not_foreseen_is_logged_with_its_traceback_and_the_requests_id(
@@ -188,7 +188,7 @@ async def test_what_was_not_foreseen_is_logged_with_its_traceback_and_the_reques
         assert error_of(await http.post("/v1/completions", json=ASK, headers={"x-request-id": "mine"}), 500)
     (record,) = [record for record in caplog.records if record.exc_info]
     assert record.name == "ray.serve"
-    assert "request mine failed" in record.getMessage()
+    assert "request mine failed with an internal error" in record.getMessage()
     assert "ZeroDivisionError" in caplog.text
 
 

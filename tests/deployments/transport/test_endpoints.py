@@ -72,7 +72,7 @@ async def test_who_drains_or_has_failed_takes_nobody(router: RouterEndpoint) -> 
     hello = Hello("w", "r", "Target", wire=WIRE_VERSION)
     assert router._refusal(hello) == ""
     router._host._fail(ValueError("poisoned"))
-    assert router._refusal(hello) == "the machine has failed"
+    assert router._refusal(hello) == "the replica has failed"
     await router.drain()
     assert router._refusal(hello) == "the replica is draining"
     router.close_transport()

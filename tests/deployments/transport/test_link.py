@@ -111,7 +111,7 @@ async def test_a_refusal_is_told_and_links_nothing(ends: Ends) -> None:
 
 async def test_whose_machine_has_failed_dials_nobody(ends: Ends) -> None:
     ends.worker._fail(ValueError("poisoned"))
-    assert str(await ended(ends.dial())) == "the machine has failed"
+    assert str(await ended(ends.dial())) == "the replica has failed"
     assert not ends.transport.channels
 
 

@@ -128,7 +128,7 @@ def test_the_last_to_arrive_is_preempted_first_and_ends_all_the_same() -> None:
 def test_a_step_that_ran_out_of_memory_is_halved_and_grows_again(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = Scheduler(64, 64)
     assert scheduler.halve(64, "no room")
-    assert "A step of 64 tokens ran out of memory. Trying at most 32" in caplog.text
+    assert "A step of 64 tokens ran out of memory; trying at most 32" in caplog.text
     assert scheduler.budget == 32
     assert scheduler.halve(20, "no room")
     assert scheduler.budget == 10

@@ -102,11 +102,11 @@ def junk_of_the_same_length(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda content: b"", r"model\.safetensors is empty$"),
+        (lambda content: b"", r"model\.safetensors is empty: download or copy it again$"),
         (lambda content: content[:20], r"model\.safetensors is cut off: it has 20 bytes, and its header alone"),
         (
             lambda content: content[: len(content) // 2],
-            r"model\.safetensors is cut off: it has .* of .* bytes$",
+            r"model\.safetensors is cut off: it has .* of .* bytes: download or copy it again$",
         ),
         (lambda content: content + b"more", r"model\.safetensors is damaged: it has .* its header describes"),
         (junk_of_the_same_length, r"model\.safetensors is not a safetensors file$"),

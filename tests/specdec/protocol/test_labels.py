@@ -63,7 +63,7 @@ def test_a_routers_lines(lines: list[str], caplog: pytest.LogCaptureFixture) -> 
     assert said[:3] == [
         "The sequence S is opened again on T0: unknown",
         "The sequence S was refused by T0: draining",
-        "The worker T1 is lost; to be opened elsewhere: S",
+        "Lost the worker T1; opening its sequences elsewhere: S",
     ]
     assert said[-1].startswith("The sequence S ends with an error: ")
 

@@ -107,7 +107,7 @@ async def test_whoever_watches_goes_on_after_any_failure(
     finally:
         service.adapters.close()
     assert service.adapters._has_read.is_set()
-    assert (len(faults), caplog.text.count("are not seen for now")) == (0, 1)
+    assert (len(faults), caplog.text.count("are not seen yet")) == (0, 1)
 
 
 async def test_a_record_that_cannot_be_read_is_left_out_and_hides_no_other(
