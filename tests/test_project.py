@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +84,22 @@ def test_a_release_needs_one_version_everywhere(tmp_path: Path) -> None:
         code, said = check(tag)
         assert (code, name in said) == (1, True), said
         (tmp_path / name).write_text(text)
+
+
+def test_links_of_the_readme_are_absolute_on_the_package_index(tmp_path: Path) -> None:
+    """As the release workflow builds it."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "specdec").mkdir()
+    shutil.copy(ROOT / "specdec/__init__.py", tmp_path / "specdec")
+    variables = {"GITHUB_REPOSITORY": "someone/specdec", "GITHUB_REF_NAME": "v1"}
+    command = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | variables, check=True, timeout=120)
+    (metadata,) = tmp_path.glob("*.egg-info/PKG-INFO")
+    text = metadata.read_text()
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert "](https://github.com/someone/specdec/blob/v1/docs/api.md#clients)" in text
+    assert "![The page" in text
+    assert "](https://github.com/someone/specdec/raw/v1/docs/images/ui.png)" in text
+    assert "Project-URL: Source, https://github.com/someone/specdec" in text
