@@ -29,7 +29,7 @@ PYTHON ?=
 
 .PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu test-versions \
 	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
-	check format docs tables lock dist release-check bench soak clean
+	check format docs screenshots tables lock dist release-check bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
@@ -47,6 +47,7 @@ help:
 	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
 	@echo "make check            format, lint, types, import layers"
 	@echo "make docs             the site of docs/, into build/site; a broken link fails it"
+	@echo "make screenshots      the pictures of /ui in docs/images, of a running make serve; needs chromium"
 	@echo "make tables           the generated tables of keys and metrics in docs/, written again"
 	@echo "make lock             requirements.lock: every library of the service, with hashes"
 	@echo "make dist             the wheel and the source archive, into dist/"
@@ -136,6 +137,10 @@ slice-services: $(DEV)
 slice-cluster: test-cluster
 
 # With a model that talks, which the demo needs the package index for.
+screenshots: $(CLIENTS)
+	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
+	@$(CLIENTS)/bin/python tests/clients/screenshots.py docs/images http://127.0.0.1:8000
+
 slice-clients: test-clients
 	@$(PYTEST) tests/soak/test_chat_demo.py tests/soak/test_tool_loop.py $(ARGS)
 

@@ -32,6 +32,7 @@ DOCUMENTS = sorted(
 )
 
 MOST_WORDS_OF_A_KEY = 15
+MOST_BYTES_OF_A_PICTURE = 200_000
 FLAGS_OF_OTHERS = ("--build-arg", "--device", "--help", "--read-only", "--secret", "--set", "--stop-timeout")
 """Of docker, helm and scripts, that begin a code span."""
 
@@ -155,6 +156,13 @@ def test_flags_that_documents_name_exist() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", text))
     assert "--speculative-config" in named
     assert named - known - set(INSTEAD) == set(FLAGS_OF_OTHERS)
+
+
+def test_pictures_are_small_and_shown() -> None:
+    pictures = sorted((ROOT / "docs/images").iterdir())
+    assert [path.name for path in pictures if path.stat().st_size >= MOST_BYTES_OF_A_PICTURE] == []
+    text = "".join(path.read_text() for path in DOCUMENTS)
+    assert [path.name for path in pictures if f"images/{path.name})" not in text] == []
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=name)

@@ -1,7 +1,6 @@
-"""The pictures of docs/images that are screenshots, by a headless Chromium: ``make screenshots``, beside ``make serve``.
+"""The screenshots of docs/images, by a headless Chromium: ``make screenshots``, beside ``make serve``.
 
-``screenshots.py FOLDER URL [PROMETHEUS]``: the page ``/ui`` in light, dark, and as wide as a phone; with the address of a
-Prometheus that scrapes the service, its page of alerts too.
+``screenshots.py FOLDER URL``: the page ``/ui`` in light, dark, and as wide as a phone.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from playwright.sync_api import Page, sync_playwright
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 PATIENCE_MS = 300_000
 POLL_MS = 50
-NUM_TOKENS = 96
+NUM_TOKENS, NUM_SHOWN = 160, 100
 
 
-def main(folder: Path, url: str, prometheus: str | None = None) -> None:
-    """Ask for one answer and take it in each colour and width; then the alerts, if there is a Prometheus."""
+def main(folder: Path, url: str) -> None:
+    """Ask for one answer and take it in each colour and width."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=WIDE, color_scheme="light")
@@ -28,20 +27,14 @@ def main(folder: Path, url: str, prometheus: str | None = None) -> None:
         page.fill("#max-tokens", str(NUM_TOKENS))
         _until_enabled(page, "#run")
         page.click("#run")
-        page.wait_for_selector("#spec .t:nth-child(9)")
-        _until_enabled(page, "#run")
+        page.wait_for_selector(f"#spec .t:nth-child({NUM_SHOWN})")
         page.screenshot(path=folder / "ui.png")
+        _until_enabled(page, "#run")
         page.emulate_media(color_scheme="dark")
         page.screenshot(path=folder / "ui-dark.png")
         page.set_viewport_size(PHONE)
         page.evaluate("document.querySelector('#results').scrollIntoView()")
         page.screenshot(path=folder / "ui-phone.png")
-        if prometheus is not None:
-            page.set_viewport_size(WIDE)
-            page.emulate_media(color_scheme="light")
-            page.goto(f"{prometheus}/alerts")
-            page.wait_for_selector("text=SpecdecTargetDown")
-            page.screenshot(path=folder / "alerts.png")
         browser.close()
 
 
@@ -55,4 +48,4 @@ def _until_enabled(page: Page, button: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])
