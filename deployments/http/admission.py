@@ -127,8 +127,8 @@ class Admission:
                     )
                     return
         wait = f"; {limits.max_queued_requests} more wait" if limits.max_queued_requests else ""
-        counts = f"{self.num_sequences} of {limits.max_concurrent_requests} sequences are open{wait}"
-        raise self._full(counts, "max_concurrent_requests")
+        text = f"{self.num_sequences} of {limits.max_concurrent_requests} sequences are open{wait}"
+        raise self._full(text, "max_concurrent_requests")
 
     def _fits(self, count: int) -> bool:
         return self.num_sequences + count <= self.limits.max_concurrent_requests
