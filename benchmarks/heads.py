@@ -21,8 +21,8 @@ from cluster.config.models import Dtype
 from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
+from specdec.drafting.heads import HeadsOptions
 from specdec.drafting.length.estimates import DraftGains
-from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.engine import InProcessService
 from specdec.engine.observed import ObservedTarget

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from specdec.core.errors import ModelLoadError
 from specdec.executor import records
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
+from specdec.models.hidden import AFTER_NORM, HiddenStates
 from specdec.models.loading import LoadedModel
 from specdec.models.parity_check import check_admission
 
@@ -64,6 +66,7 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
     There are more sequences than slots, so that they take slots from each other.
     """
     rng = random.Random(1)
+    loaded = replace(loaded, hidden=HiddenStates(loaded.model, (1, AFTER_NORM)))
     runners = [ModelRunner(loaded, num_blocks=1200, block_size=BLOCK_SIZE) for _ in range(2)]
     limits = ExecutorLimits(max_rows=8, max_tokens=512, max_length=600, max_draft_tokens=7, has_trees=True)
     record(report, "a model", runners[0], limits)
@@ -73,8 +76,6 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
         report.check("as with transformers' own attention, fp32", False, str(refused))
     else:
         report.check("as with transformers' own attention, fp32", True, error)
-    for runner in runners:
-        runner.keep_hidden()
     sequences = [[runner.new_sequence() for runner in runners] for _ in range(24)]
     largest, hidden, num_other = 0.0, 0.0, 0
     for _ in range(ROUNDS):
@@ -95,8 +96,7 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
             # The model is one: its layers are compiled for both.
             with runners[0].uncompiled() if number else nullcontext():
                 outputs.append(runner.forward(rows).clone())
-            assert runner.hidden is not None
-            states.append(runner.hidden.float().clone())
+            states.append(torch.cat(runner.hidden, 1).float())
             trees = [(row.sequence, len(row.sequence) - len(TREE), PATH) for row in rows if row.parents]
             runner.keep_paths(trees)
             for one, row, count in zip(chosen, rows, kept, strict=True):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.core.errors import InvalidParameterError
+from specdec.drafting.registry import HEADS
 
 ALIASES = {
     "target.dtype": "--dtype",
@@ -26,7 +27,7 @@ ALIASES = {
 }
 """By key, vLLM's flag for it: another name of its own flag."""
 
-_METHODS = {"draft_model": "model", "ngram": "ngram", "medusa": "medusa"}
+_METHODS = {"draft_model": "model", "ngram": "ngram"} | {name: name for name in HEADS}
 """By vLLM's name of a method of drafting, ours."""
 _SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "method")
 
@@ -123,7 +124,7 @@ def _speculative(text: str) -> dict[str, Any]:
     if "num_speculative_tokens" in found:
         overrides["num_speculative_tokens"] = found["num_speculative_tokens"]
     if "model" in found and named != "ngram":
-        overrides["draft.heads" if named == "medusa" else "draft.model"] = found["model"]
+        overrides["draft.heads" if named in HEADS else "draft.model"] = found["model"]
     return overrides
 
 

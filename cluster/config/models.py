@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from cluster.config.base import StrictModel
 from specdec.core.types import Quantization
+from specdec.drafting.registry import HEADS
 from specdec.engine.vllm.checks import refused_argument
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -121,7 +122,7 @@ class TargetConfig(ModelConfig):
         return self
 
 
-METHODS = ("ngram", "model", "medusa")
+METHODS = ("ngram", "model", *HEADS)
 """What drafts, in the order in which several are named; a drafter from outside the tree is named first."""
 IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:name``"""
@@ -138,8 +139,8 @@ def draft_method(value: Any) -> str:
     known = [part for part in METHODS if part in parts]
     if not parts or len(others) + len(known) < len(parts):
         raise ValueError(
-            "must be model, ngram, medusa, or package.module:name of a token drafter, or several of them, each once, "
-            "with a plus between them"
+            f"must be model, ngram, {', '.join(HEADS)}, or package.module:name of a token drafter, or several of them, "
+            "each once, with a plus between them"
         )
     if len([*others, *(part for part in known if part == "ngram")]) > 1:
         raise ValueError(f"must name one drafter from tokens, not {' and '.join([*others, *known])}")
@@ -147,20 +148,22 @@ def draft_method(value: Any) -> str:
 
 
 class DraftConfig(ModelConfig):
-    """How drafts are made: by a draft model, by another application's drafters, by prompt lookup, by Medusa heads."""
+    """How drafts are made: by a draft model, by another application's drafters, by prompt lookup, by heads."""
 
     method: Annotated[str, BeforeValidator(draft_method)] = Field(
         "model",
-        description="who drafts: model, ngram, medusa, or package.module:name in place of ngram; several joined by +",
+        description=f"who drafts: model, ngram, {', '.join(HEADS)}, or package.module:name; several joined by +",
     )
     heads: str | None = Field(
-        None, min_length=1, description="hub id or local folder of Medusa heads; the demo target's where none is given"
+        None,
+        min_length=1,
+        description="hub id or local folder of the target's heads; none: the demo target's",
     )
     tree_tokens: int = Field(
         0,
         ge=0,
         le=64,
-        description="most tokens of a tree that Medusa heads draft; attention layers only",
+        description="most tokens of a tree that heads draft; attention layers only",
     )
     parallel_drafting: bool = Field(
         False,
@@ -188,12 +191,19 @@ class DraftConfig(ModelConfig):
     @property
     def token_drafter(self) -> str | None:
         """What drafts from tokens: ``ngram``, an import string, or None."""
-        return next((part for part in self.methods if part not in ("model", "medusa")), None)
+        return next((part for part in self.methods if part not in ("model", self.head_method)), None)
+
+    @property
+    def head_method(self) -> str | None:
+        """The method of heads on the target, a name or, with ``heads``, an import string; None where none draft."""
+        named = [part for part in self.methods if part in HEADS]
+        outside = [part for part in self.methods if part not in METHODS] if self.heads is not None else []
+        return next(iter(named or outside), None)
 
     @property
     def has_heads(self) -> bool:
         """Whether heads on the target draft."""
-        return "medusa" in self.methods
+        return self.head_method is not None
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
@@ -205,7 +215,7 @@ class DraftConfig(ModelConfig):
                 f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
             )
         if self.heads is not None and not self.has_heads:
-            raise ValueError(f"heads needs method medusa, alone or with others, not {self.method}")
+            raise ValueError(f"heads needs method {' or '.join(HEADS)}, alone or with others, not {self.method}")
         if self.tree_tokens and not self.has_heads:
             raise ValueError("tree_tokens needs heads: what a draft model or prompt lookup drafts is a chain")
         if self.pool is not None and others:

@@ -14,8 +14,9 @@ from cluster.models.identity import draft_path, model_dtype, target_path
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import import_callable
-from specdec.drafting.medusa import HeadsOptions
+from specdec.drafting.heads import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
+from specdec.drafting.registry import HEADS
 from specdec.engine.build import BackendOptions
 from specdec.models.loading import ModelSource
 from specdec.models.lora.slots import LoRAConfig
@@ -83,9 +84,12 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
 
 
 def _heads(args: AppArgs) -> HeadsOptions | None:
-    if not args.draft.has_heads:
+    method, path = args.draft.head_method, args.draft.heads
+    if method is None:
         return None
-    return HeadsOptions(args.draft.heads or str(demo_folder("heads")), args.most_draft_tokens, args.draft.tree_tokens)
+    if method not in HEADS:
+        import_callable("draft.method", method)
+    return HeadsOptions(path or str(demo_folder("heads")), args.most_draft_tokens, args.draft.tree_tokens, method)
 
 
 def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:

@@ -22,7 +22,7 @@ from examples.train_draft.evaluate import Extent
 from examples.train_draft.loop import LossFunction, Plan
 from examples.train_draft.optimizers import Rates
 from examples.train_draft.tokens import batches
-from specdec.drafting.medusa import HeadsConfig, MedusaHeads
+from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
 from specdec.sampling.noise import gumbel
 
 _LATER = 0.8
@@ -72,7 +72,7 @@ def train_heads(
 
 
 def export_heads(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the heads in bfloat16, as :func:`specdec.drafting.medusa.load_heads` reads them."""
+    """Writes the heads in bfloat16, as :func:`specdec.drafting.medusa.heads.load` reads them."""
     heads = cast(MedusaHeads, model)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in heads.state_dict().items()}

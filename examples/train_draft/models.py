@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from examples.train_draft.tokens import END_ID
-from specdec.drafting.medusa import HeadsConfig, MedusaHeads
+from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,8 @@ def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
 
 OFFERED = frozenset(("chain", "branch"))
 """Sources of drafts of a draft model."""
-OF_BACKEND = frozenset(("medusa",))
-"""Sources of drafts that the target's own backend makes."""
+OF_HEADS = "heads"
+"""Source of drafts of heads on the target."""
 OFFERS_KEPT = 4
 """Offers per sequence that a target holds at once."""
 
@@ -105,7 +105,7 @@ class Draft(NamedTuple):
     Attributes:
         tokens: Proposed tokens after the log.
         candidates: Under the rejection rule, what each of them was drawn from; else empty.
-        source: What it is: empty for none; ``chain`` or ``branch`` of an offer; ``medusa``, of heads on the target;
+        source: What it is: empty for none; ``chain`` or ``branch`` of an offer; ``heads``, of heads on the target;
             ``ngram`` or ``prediction``, looked up in the sequence's own text or in its prediction; or the name that
             another token drafter gives.
         parents: Where it is a tree, which of its tokens each one follows, -1 for the log's last; a parent comes before

@@ -68,7 +68,7 @@ class TokenSource(IntEnum):
     """The sequence's own text."""
     PREDICTION = 2
     """The prediction of its request."""
-    MEDUSA = 3
+    HEADS = 3
     """Heads on the target."""
     OTHER = 4
     """A token drafter from outside the tree."""

@@ -14,7 +14,7 @@ from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import check_width
 from specdec.core.errors import MemoryPlanError, ModelLoadError
 from specdec.core.types import Progress, Tokens
-from specdec.drafting.medusa import HeadDrafter, HeadsOptions, MedusaHeads, load_heads
+from specdec.drafting.heads import DraftHeads, HeadDrafter, HeadsOptions, load_heads
 from specdec.engine.drafter import ModelDrafter, VocabularyMapper
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.shares import on_one_gpu
@@ -59,7 +59,7 @@ class Built:
     memory: MemoryPlan
     admission: AdmissionReport | None
     notes: tuple[str, ...] = ()
-    heads: MedusaHeads | None = None
+    heads: DraftHeads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def build_target(
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     heads = None
     if built.heads is not None and options.heads is not None:
-        tree_tokens = options.heads.tree_tokens if built.runner.takes_trees else 0
-        heads = HeadDrafter(built.heads, sampler, options.heads.most_tokens, tree_tokens)
+        most, tree_tokens = options.heads.most_tokens, options.heads.tree_tokens
+        heads = HeadDrafter(built.heads, built.runner, sampler, most, tree_tokens)
     backend = ModelTarget(
         built.runner,
         sampler,
@@ -238,7 +238,9 @@ def _build(
     has logits in the target's as well, ``mapped_vocab_size`` wide.
     """
     loaded = load_model(source, progress)
-    heads = None if options.heads is None else load_heads(options.heads.path, loaded)
+    heads: DraftHeads | None = None
+    if options.heads is not None:
+        loaded, heads = load_heads(options.heads, loaded)
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
@@ -262,7 +264,7 @@ def _planned(
     loaded: LoadedModel,
     length: int,
     vocab_size: int,
-    heads: MedusaHeads | None,
+    heads: DraftHeads | None,
     options: BackendOptions,
     max_num_rows: int,
     mapped_vocab_size: int | None,

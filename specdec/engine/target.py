@@ -6,7 +6,7 @@ Log probabilities of a prompt's own tokens, gathered chunk by chunk while it is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ from specdec.core.drafts import NO_DRAFT, Draft
 from specdec.core.errors import NOT_FINITE, reason_of
 from specdec.core.log import TokenLog
 from specdec.core.params import SequenceSpec
-from specdec.core.tokens import followed
-from specdec.core.types import PromptLogprobs, TokenLogprobs
-from specdec.drafting.medusa import HeadDrafter
+from specdec.core.tokens import TokenSequence, followed
+from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
+from specdec.drafting.heads import HeadDrafter, HeadRow
 from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.scheduler import Request, ScheduledRow
@@ -31,7 +31,7 @@ from specdec.executor.runner import ModelRunner, RowInput
 from specdec.sampling.acceptance import Decision
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.rows import Rows, VerifiedRun, max_slice_rows
+from specdec.sampling.rows import max_slice_rows
 
 
 class PromptReader:
@@ -185,8 +185,6 @@ class ModelTarget(ModelBackend):
         self._num_fallbacks = 0
         self._prompts = PromptReader()
         self._heads = heads
-        if heads is not None:
-            runner.keep_hidden()
 
     def metrics(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
@@ -221,16 +219,15 @@ class ModelTarget(ModelBackend):
         deciding = [one for one in step if one.decides]
         decision = self._decision(jobs, deciding) if deciding else None
         logits = self._runner.forward([one.row for one in step], extra=() if decision is None else decision.arrays)
-        hidden = self._runner.hidden
         if self._sampler.kernels(logits.device) is None:  # kernels tell what is not finite, and wait once a step
             logits = self._runner.finite(logits)
         kept = self._read_prompts(jobs, step, logits)
         if kept is not None:
-            logits, hidden = logits[kept], None if hidden is None else hidden[kept]
+            logits = logits[kept]
         if decision is not None:
             decision.launch(logits, self._runner.is_finite, self._runner.extra)
         self._note_read(jobs, step)  # while the device decides
-        decided, is_finite = ([], None) if decision is None else self._results(jobs, deciding, decision, hidden)
+        decided, paths, is_finite = ([], {}, None) if decision is None else self._results(jobs, deciding, decision)
         spoilt = self._runner.spoilt_rows(is_finite)
         for number, one in enumerate(step):
             results[one.place] = _PREFILLING
@@ -243,6 +240,8 @@ class ModelTarget(ModelBackend):
         for one in (step[number] for number in spoilt):
             # A draft may overflow what the sequence's own tokens do not. It is released next either way.
             results[one.place] = Verification(Status.SUSPECT if one.draft.tokens else Status.FAILED, reason=NOT_FINITE)
+        if self._heads is not None:
+            self._draft_next(jobs, step, results, paths)
         return results
 
     def _prepare_adapters(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
@@ -375,12 +374,13 @@ class ModelTarget(ModelBackend):
         return Decision(self._sampler, groups, candidates, self._runner.output_device)
 
     def _results(
-        self, jobs: Sequence[VerifyJob], deciding: Sequence[_Row], decision: Decision, hidden: torch.Tensor | None
-    ) -> tuple[list[Verification], NDArray[np.bool_]]:
+        self, jobs: Sequence[VerifyJob], deciding: Sequence[_Row], decision: Decision
+    ) -> tuple[list[Verification], dict[int, Tokens], NDArray[np.bool_]]:
         """Wait for what was decided.
 
         Returns:
-            A result for each, and what is finite of the whole step, downloaded with them.
+            A result for each; of those with trees, by their jobs' places, the tokens that were kept; and what is finite
+            of the whole step, downloaded with them.
         """
         verified, logprobs, is_finite = decision.collect()
         failures = self._sampler.take_failures()
@@ -391,12 +391,8 @@ class ModelTarget(ModelBackend):
                 if one.draft.parents
             ]
         )
-        groups = decision.groups
-        next_drafts = self._next_drafts([jobs[one.place].wants_own for one in deciding], groups, verified, hidden)
         results: list[Verification] = []
-        for one, result, group, reported, next_draft in zip(
-            deciding, verified, groups, logprobs, next_drafts, strict=True
-        ):
+        for one, result, group, reported in zip(deciding, verified, decision.groups, logprobs, strict=True):
             job, num_drafted = jobs[one.place], len(one.draft.tokens)
             if failures and id(group) in failures:
                 results.append(Verification(Status.FAILED, reason=reason_of(failures[id(group)])))
@@ -411,31 +407,46 @@ class ModelTarget(ModelBackend):
                     self._prompts.take(job) if one.reads_prompt else None,
                     self._num_cached.pop(job.key, 0),
                     num_drafted > 0 and job.source == "",
-                    next_draft=next_draft,
                 )
             )
-        return results, is_finite
+        paths = {one.place: run.path for one, run in zip(deciding, verified, strict=True) if one.draft.parents}
+        return results, paths, is_finite
 
-    def _next_drafts(
+    def _draft_next(
         self,
-        wanted: Sequence[bool],
-        groups: Sequence[RowGroup],
-        verified: Sequence[VerifiedRun],
-        hidden: torch.Tensor | None,
-    ) -> list[Draft]:
-        """What the heads propose after each run, where wanted, from the row that its last token was chosen in."""
-        drafts = [NO_DRAFT] * len(groups)
-        if self._heads is None or hidden is None:
-            return drafts
-        places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-        if not places:
-            return drafts
-        starts = Rows(groups).starts
-        rows = [starts[i] + verified[i].rows[-1] for i in places]
-        decided = [(groups[i].spec, followed(groups[i].tokens, verified[i].run)) for i in places]
-        for i, draft in zip(places, self._heads.drafts(hidden[rows], decided), strict=True):
-            drafts[i] = draft
-        return drafts
+        jobs: Sequence[VerifyJob],
+        step: Sequence[_Row],
+        results: list[Verification],
+        paths: Mapping[int, Tokens],
+    ) -> None:
+        """Have the heads read what the step has read for good, and draft for the next one where that is wanted."""
+        assert self._heads is not None
+        rows: list[HeadRow] = []
+        places: list[int] = []
+        first = 0
+        for place, row, draft, *_ in step:
+            numbers = range(first, first + len(row.tokens))
+            first = numbers.stop
+            job, result = jobs[place], results[place]
+            if result.status is Status.DECIDED:
+                num_own = len(row.tokens) - len(draft.tokens)
+                kept = paths.get(place, range(result.num_accepted))
+                read = [*numbers[:num_own], *(numbers[num_own + node] for node in kept)]
+                text: TokenSequence = followed(job.log.tokens, result.run)
+                count = self._heads.count(job.spec) if job.wants_own else 0
+            elif result.status is Status.PREFILLING:
+                read, text, count = list(numbers), job.log.tokens, 0
+            else:
+                continue
+            start = len(row.sequence) - len(read)
+            # Where recurrent states do not reach back, a refused draft leaves nothing, and all is read again.
+            if start >= 0 if self._heads.has_cache else count > 0:
+                tokens = text[start + 1 : start + 1 + len(read)]
+                rows.append(HeadRow(row.sequence, start, read, tokens, job.spec, text, count))
+                places.append(place)
+        for place, draft in zip(places, self._heads.drafts(self._runner.hidden, rows), strict=True):
+            if draft.tokens:
+                results[place] = results[place]._replace(next_draft=draft)
 
 
 def as_chain(job: VerifyJob) -> VerifyJob:

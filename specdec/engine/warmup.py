@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -18,12 +19,12 @@ from specdec.core.errors import ModelLoadError
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
-from specdec.drafting.medusa import MedusaHeads
-from specdec.executor.compiled import layers_of
+from specdec.drafting.heads import DraftHeads
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.merged import merge_weights
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.runner import HeadInput, ModelRunner, RowInput
 from specdec.kernels.gather import max_group_numbers
+from specdec.models.hidden import layers_of
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import StepMemory
 from specdec.sampling.acceptance import decide
@@ -65,7 +66,7 @@ def measure_step(
     max_model_len: int,
     vocab_size: int,
     window: Window | None = None,
-    heads: MedusaHeads | None = None,
+    heads: DraftHeads | None = None,
     mapped_vocab_size: int | None = None,
     graphs: ExecutorLimits | None = None,
 ) -> StepMemory:
@@ -121,7 +122,7 @@ def _run_steps(
     runner: ModelRunner,
     limits: StepLimits,
     max_model_len: int,
-    heads: MedusaHeads | None,
+    heads: DraftHeads | None,
     mapped_vocab_size: int | None,
 ) -> None:
     """The chunk of a prompt, then rows that decide, of which as many are long as attention reads at once."""
@@ -129,7 +130,10 @@ def _run_steps(
     context = max_model_len - num_tokens
     if runner.loaded.device.type == "cpu":
         context = min(context, _MAX_CPU_CHUNK_CONTEXT)
-    runner.forward([_row(runner, context, num_tokens, 1)])
+    chunk = _row(runner, context, num_tokens, 1)
+    runner.forward([chunk])
+    if heads is not None:
+        _draft(heads, runner, [chunk])
     num_rows = min(limits.max_num_seqs, limits.max_num_logits)
     num_logits = limits.max_num_logits
     counts = [num_logits // num_rows + (1 if i < num_logits % num_rows else 0) for i in range(num_rows)]
@@ -142,7 +146,7 @@ def _run_steps(
         mapped = torch.zeros(num_rows, mapped_vocab_size, dtype=torch.float32, device=logits.device)
         _sample(mapped, [1] * num_rows, mapped_vocab_size)
     if heads is not None:
-        _draft(heads, num_rows, runner.loaded)
+        _draft(heads, runner, rows)
 
 
 def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) -> int:
@@ -163,8 +167,15 @@ def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) 
 
 
 @torch.inference_mode()
-def _draft(heads: MedusaHeads, num_rows: int, loaded: LoadedModel) -> None:
-    heads.logits(torch.zeros(num_rows, heads.config.hidden_size, dtype=loaded.dtype, device=loaded.device))
+def _draft(heads: DraftHeads, runner: ModelRunner, rows: list[RowInput]) -> None:
+    """What heads make of a step, as far as their first logits."""
+    ends = [end - 1 for end in accumulate(len(row.tokens) for row in rows)]
+    if heads.cache_layers:
+        inputs = [HeadInput(row.sequence, len(row.sequence) - len(row.tokens), row.tokens) for row in rows]
+        features = runner.forward_heads(heads.forward, inputs, heads.fuse(runner.hidden))[ends]
+    else:
+        features = heads.fuse([state[ends] for state in runner.hidden])
+    heads.logits(features, 0)
 
 
 def _row(runner: ModelRunner, context: int, num_tokens: int, num_logits: int) -> RowInput:

@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.executor.merged import merge, share_products, unmerge
 from specdec.executor.paged_cache import PagedCache
 from specdec.kernels.attention import ATTENTION_NAME, paged_attention
+from specdec.models.hidden import layers_of
 
 
 class LayerIndex:
@@ -101,16 +101,3 @@ def _leave_out() -> None:
     leave_out: Any = torch.compiler.disable
     PagedCache.update = leave_out(PagedCache.update)  # type: ignore[method-assign]
     AttentionInterface.register(ATTENTION_NAME, leave_out(paged_attention))
-
-
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model.
-
-    Raises:
-        ValueError: they are not in one list.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(f"{type(model).__name__} does not keep its {count} layers in one list")

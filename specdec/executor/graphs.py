@@ -63,14 +63,14 @@ class PassOutput:
         logits: [M, model's vocabulary], of the tokens whose logits are wanted: all N in a graph.
         finite_tokens: bool [N], whether each token's hidden state is finite.
         finite_logits: bool [M], whether each row's largest logit is.
-        hidden: [M, hidden size], what the vocabulary head read; None where nobody keeps it.
+        hidden: [N, hidden size] each, what is noted for heads that draft.
     """
 
     step: DerivedStep
     logits: Tensor
     finite_tokens: Tensor
     finite_logits: Tensor
-    hidden: Tensor | None
+    hidden: tuple[Tensor, ...] = ()
 
 
 class StepGraphs:
@@ -145,11 +145,11 @@ class StepGraphs:
 
     def _keep(self, output: PassOutput) -> PassOutput:
         """Copy what is large into memory that all sizes share; what a graph has allocated is free for the next one."""
-        large = (output.logits,) if output.hidden is None else (output.logits, output.hidden)
+        large = (output.logits, *output.hidden)
         if not self._kept:
             self._kept = tuple(map(torch.empty_like, large))  # the first size is the largest
         kept = [to[: len(of)].copy_(of) for to, of in zip(self._kept, large, strict=True)]
-        return replace(output, logits=kept[0], hidden=None if output.hidden is None else kept[1])
+        return replace(output, logits=kept[0], hidden=tuple(kept[1:]))
 
     def size_for(self, num_tokens: int, num_logits: int) -> int | None:
         """The least size that holds a step.

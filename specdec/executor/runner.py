@@ -58,6 +58,22 @@ class RowInput(NamedTuple):
     adapter: int | None = None
 
 
+class HeadInput(NamedTuple):
+    """One sequence's part in a pass of heads; see :meth:`ModelRunner.forward_heads`.
+
+    Attributes:
+        sequence: In whose blocks there is room for the tokens.
+        start: Position at which the first of them is cached.
+        tokens: At least one, and one more than ``parents`` has.
+        parents: As of a :class:`RowInput`: the last tokens are a tree.
+    """
+
+    sequence: CachedSequence
+    start: int
+    tokens: Sequence[int]
+    parents: Sequence[int] = ()
+
+
 class ModelRunner:
     """A model and its paged cache. Used by one thread at a time.
 
@@ -83,8 +99,7 @@ class ModelRunner:
         states: The recurrent states; None where the model has none.
         adapters: Those on the device.
         progress: Layers done, for whoever watches from another thread.
-        hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
-            size].
+        hidden: Of the newest step, what is noted for heads that draft: [tokens, hidden size] each, until the next step.
         extra: What came along with the newest step's upload; see :meth:`forward`.
         is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
             and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
@@ -113,7 +128,7 @@ class ModelRunner:
             raise ValueError(f"vocab_size must be in [1, {loaded.vocab_size}], got {vocab_size}")
         self.loaded = loaded
         self.progress = StepProgress()
-        self.hidden: torch.Tensor | None = None
+        self.hidden: tuple[torch.Tensor, ...] = ()
         self.extra: Sequence[torch.Tensor] | None = None
         self.is_finite = torch.ones(0, dtype=torch.bool)
         self._counts: tuple[NDArray[np.int64], ...] = ()  # tokens, and rows of logits, of each row of the newest step
@@ -133,7 +148,6 @@ class ModelRunner:
         self._limits: ExecutorLimits | None = None
         self._steps = Steps(self.pool, loaded.device)
         self._graphs: StepGraphs | None = None
-        self._keeps_hidden = False
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
         self._layers: CompiledLayers | None = None
         self.states: StatePool | SnapshotPool | None = None
@@ -251,10 +265,6 @@ class ModelRunner:
     def _prefix_ends(self) -> Container[bytes] | None:
         """Blocks after which recurrent layers can go on; None where there are no such layers."""
         return self.states.prefixes if isinstance(self.states, StatePool) else None
-
-    def keep_hidden(self) -> None:
-        """Keep from now on what the vocabulary head reads; repeating it changes nothing."""
-        self._keeps_hidden = True
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence; see :class:`CachedSequence` for ``salt``."""
@@ -383,8 +393,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
         own = self._lay_out(rows)
-        for number, group in enumerate(self.pool.groups):
-            group.prepare(partial(self._cache.copy_blocks, number), partial(self._cache.clear, number))
+        self._prepare_blocks()
         sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
         num_logits = int(own.num_logits.sum())
         has_adapters = any(row.adapter is not None for row in rows)
@@ -399,7 +408,7 @@ class ModelRunner:
             if num_logits < num_tokens:
                 wanted = self._steps.logit_tokens(output.step, num_logits)
             logits, finite = output.logits[wanted], output.finite_logits[wanted]
-            self.hidden = None if output.hidden is None else output.hidden[wanted]
+            self.hidden = tuple(state[:num_tokens] for state in output.hidden)
             self._note_finite(own, output.finite_tokens[:num_tokens], finite)
         else:
             step, self.extra = self._steps.begin(sequences, own, tokens, extra)
@@ -408,7 +417,7 @@ class ModelRunner:
             with self._functions, self._used_adapters(rows, own), compiled:
                 every = num_logits == num_tokens
                 result = self._run(self._steps, step, None if every else self._steps.logit_tokens(step, num_logits))
-            logits = result.logits
+            logits, self.hidden = result.logits, result.hidden
             self._note_finite(own, result.finite_tokens, result.finite_logits)
         for row in rows:
             row.sequence.tokens.extend(row.tokens)
@@ -418,13 +427,9 @@ class ModelRunner:
 
     def _run(self, steps: Steps, step: DerivedStep, logit_tokens: torch.Tensor | None) -> PassOutput:
         """The model over a step, for the logits of some tokens or of all."""
-        self.hidden = None
-        by_group = steps.by_group(step)
-        self._cache.begin(by_group)
-        self._attention.begin(by_group, steps.bounds)
-        model, head = self.loaded.model, self.loaded.model.get_output_embeddings()
-        hidden = head.register_forward_pre_hook(self._note_hidden) if self._keeps_hidden else nullcontext()
-        with model.base_model.register_forward_hook(self._note_finite_tokens), hidden:
+        self._begin(steps, step)
+        model, hidden = self.loaded.model, self.loaded.hidden
+        with model.base_model.register_forward_hook(self._note_finite_tokens):
             output = model(
                 input_ids=step.tokens.unsqueeze(0),
                 position_ids=step.position.unsqueeze(0),
@@ -436,7 +441,56 @@ class ModelRunner:
             )
         logits = output.logits[0]
         assert self._finite_tokens is not None, "the model's layers are not run by its base model"
-        return PassOutput(step, logits, self._finite_tokens, logits.amax(1).isfinite(), self.hidden)
+        states = () if hidden is None else hidden.take()
+        return PassOutput(step, logits, self._finite_tokens, logits.amax(1).isfinite(), states)
+
+    def _begin(self, steps: Steps, step: DerivedStep) -> None:
+        """Tell the cache and attention of a pass."""
+        by_group = steps.by_group(step)
+        self._cache.begin(by_group)
+        self._attention.begin(by_group, steps.bounds)
+
+    def _prepare_blocks(self) -> None:
+        """Copy and clear blocks as the pool says, before anything is written."""
+        for number, group in enumerate(self.pool.groups):
+            group.prepare(partial(self._cache.copy_blocks, number), partial(self._cache.clear, number))
+
+    @torch.inference_mode()
+    def forward_heads(
+        self, forward: Callable[..., torch.Tensor], rows: Sequence[HeadInput], features: torch.Tensor
+    ) -> torch.Tensor:
+        """Run heads over rows of sequences, with caches in the sequences' own blocks.
+
+        Nothing of the sequences changes: what is cached here is read by the heads' own layers alone.
+
+        Args:
+            forward: Takes ``features``, the rows' tokens and their positions, both int32 [N], and what attention layers
+                of transformers read the cache by.
+            rows: At least one; no sequence twice.
+            features: [N, F].
+
+        Returns:
+            What ``forward`` gives.
+
+        Raises:
+            ValueError: No room is reserved for a row.
+        """
+        counts = np.array([len(row.tokens) for row in rows], np.int64)
+        for row in rows:
+            if row.start + len(row.tokens) > row.sequence.room:
+                raise ValueError(f"no room is reserved for {len(row.tokens)} tokens of heads from {row.start} on")
+        own = StepRows(
+            np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int32),
+            counts,
+            np.array([row.start for row in rows], np.int64),
+            counts,
+            {i: row.parents for i, row in enumerate(rows) if row.parents},
+        )
+        self._prepare_blocks()
+        step, _ = self._steps.begin([row.sequence for row in rows], own)
+        self._begin(self._steps, step)
+        caches = {"past_key_values": self._cache, "attention_context": self._attention}
+        return forward(features, step.tokens, step.position, **caches)
 
     def record_graphs(self, limits: ExecutorLimits, backend: str | Callable[..., Any] | None = None) -> None:
         """Record steps of all sizes, so that each is one launch on a GPU; see :class:`StepGraphs`.
@@ -453,7 +507,6 @@ class ModelRunner:
             return
         steps = Steps(self.pool, self.loaded.device, limits)
         steps.upload_nothing()
-        self.keep_hidden()  # what is not recorded cannot be had later
         if backend is not None:
             self._compile_layers(steps, limits, backend)
         graphs = StepGraphs(lambda size: self._run(steps, steps.derive(size), None), self.loaded.device)
@@ -515,9 +568,6 @@ class ModelRunner:
     def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
         self._finite_tokens = output[0][0].isfinite().all(-1)
-
-    def _note_hidden(self, _module: object, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.hidden = inputs[0][0]
 
     def _used_adapters(self, rows: Sequence[RowInput], own: StepRows) -> AbstractContextManager[None]:
         """Around the step; rows with the same adapter that lie behind one another are multiplied together."""

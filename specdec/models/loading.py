@@ -35,6 +35,7 @@ from specdec.core.errors import ModelLoadError, SpecdecError
 from specdec.core.params import GenerationDefaults
 from specdec.core.types import Progress, Quantization
 from specdec.kernels.attention import ATTENTION_NAME, register_attention
+from specdec.models.hidden import HiddenStates
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import is_quantized, quantizing, stored_bytes
@@ -203,6 +204,7 @@ class LoadedModel:
             :class:`specdec.executor.snapshot_runner.SnapshotRunner`.
         generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
         adapters: Slots for LoRA adapters; None where it has none.
+        hidden: What is noted of its passes for heads that draft; None where there are none.
     """
 
     model: PreTrainedModel
@@ -220,6 +222,7 @@ class LoadedModel:
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
     opaque_state: OpaqueState | None = None
     adapters: AdapterSlots | None = None
+    hidden: HiddenStates | None = None
 
     @property
     def adapter_bytes(self) -> int:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from specdec.core.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.core.drafts import (
     NO_DRAFT,
-    OF_BACKEND,
+    OF_HEADS,
     OFFERED,
     OFFERS_KEPT,
     Draft,
@@ -45,7 +45,7 @@ _TOKEN_SOURCES: dict[str, TokenSource] = {
     **dict.fromkeys(("", *OFFERED), TokenSource.MODEL),
     "ngram": TokenSource.NGRAM,
     "prediction": TokenSource.PREDICTION,
-    "medusa": TokenSource.MEDUSA,
+    OF_HEADS: TokenSource.HEADS,
 }
 
 
@@ -203,7 +203,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         num_accepted = min(result.num_accepted, count)
         num_drafted = [0] * (count - 1) + [result.num_drafted]
         places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
-        is_of_tokens = source not in OFFERED | OF_BACKEND
+        is_of_tokens = source not in OFFERED and source != OF_HEADS
         if is_of_tokens and result.num_drafted and sequence.token_drafter is not None:
             sequence.token_drafter.judge(result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:

@@ -26,7 +26,7 @@ from examples.train_draft.distill import Lesson, Sampling
 from examples.train_draft.loop import Plan
 from examples.train_draft.models import Shape
 from examples.train_draft.optimizers import Rates
-from specdec.drafting.medusa import HeadsConfig, load_heads
+from specdec.drafting.medusa.heads import HeadsConfig, load
 from specdec.models.loading import prepare_model
 from specdec.sampling.noise import gumbel
 
@@ -285,10 +285,10 @@ def test_heads_learn_what_the_target_says_later_and_resume_exactly_and_are_read_
         parts = heads.train_heads(on, text, config, replace(plan, deadline_s=0.0), RATES, tmp_path / "parts.pt")
     torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
     heads.export_heads(whole.model, tmp_path / "heads")
-    loaded = load_heads(str(tmp_path / "heads"), prepare_model(on, "tiny"))
+    loaded = load(str(tmp_path / "heads"), prepare_model(on, "tiny"))
     hidden = torch.randn(3, SHAPE.hidden_size)
     want = on.lm_head(whole.model.to(torch.bfloat16).float().states(hidden))
-    torch.testing.assert_close(loaded.logits(hidden), want)
+    torch.testing.assert_close(loaded.all_logits(hidden), want)
 
 
 def test_a_draft_learns_what_the_target_says_in_the_place_of_masks_and_resumes_exactly(tmp_path, text):

@@ -35,6 +35,4 @@ def test_heads_draft_and_change_no_token(running: RunningService, temperature: i
         for bound in (0, 2, None)
     }
     assert len(texts) == 1
-    eventually(
-        lambda: running.count("accepted_tokens_by_source", 'source="medusa"') > 0, 30, "accepted tokens of heads"
-    )
+    eventually(lambda: running.count("accepted_tokens_by_source", 'source="heads"') > 0, 30, "accepted tokens of heads")

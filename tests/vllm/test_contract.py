@@ -134,7 +134,7 @@ def test_of_a_tree_a_chain_is_verified(engine: VllmTarget, reference: ModelTarge
     for _ in range(2):
         log.extend(decided(engine, VerifyJob("a", log, (), spec)).run)
     right = decided(reference, VerifyJob("probe", log, (), spec)).run[0]
-    tree = VerifyJob("a", log, (right, right + 1, 5), spec, source="medusa", parents=(-1, -1, 0))
+    tree = VerifyJob("a", log, (right, right + 1, 5), spec, source="heads", parents=(-1, -1, 0))
     result = decided(engine, tree)
     assert (result.run[0], result.num_accepted, result.num_drafted) == (right, len(result.run) - 1, 2)
     assert result.num_accepted >= 1

@@ -1,6 +1,6 @@
 // The page behind /ui. What a model says reaches the document as text only.
 const byId = (id) => document.getElementById(id);
-const SOURCES = { ngram: ", looked up in the text", prediction: ", looked up in the prediction", medusa: ", by heads on the target", other: ", by another drafter" };
+const SOURCES = { ngram: ", looked up in the text", prediction: ", looked up in the prediction", heads: ", by heads on the target", other: ", by another drafter" };
 const NEWEST = 18; // rounds in the lanes
 const SAY_EVERY_MS = 4000; // to screen readers, while a stream runs
 const REDRAW_EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 0;
@@ -95,7 +95,7 @@ class Answer {
     const first = Math.max(0, this.spans.length - 1); // the last one's text may have grown
     for (let i = first; i < this.offsets.length; i++) {
       if (!this.spans[i]) {
-        this.spans[i] = element("span", `t ${this.kinds[i][0]}${this.sources[i] === "medusa" ? " headed" : this.sources[i] === "model" ? "" : " found"}`);
+        this.spans[i] = element("span", `t ${this.kinds[i][0]}${this.sources[i] === "heads" ? " headed" : this.sources[i] === "model" ? "" : " found"}`);
         this.spans[i].dataset.i = i;
         this.box.append(this.spans[i]);
       }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from specdec.core.drafts import NO_DRAFT, OFFERED, Draft, kept_share, nodes_of
+from specdec.core.drafts import NO_DRAFT, OF_HEADS, OFFERED, Draft, kept_share, nodes_of
 from specdec.core.messages import TokenKind, TokenSource, token_kind, token_source
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Tokens
@@ -194,7 +194,7 @@ class DraftGains:
         """Tokens a second, by how many of a draft's tokens are verified; tokens a round, before steps are timed."""
         shares = {-1: 1.0}
         for i, (parent, place, rank) in enumerate(_nodes_of(_parents(draft))):
-            prior = kept_share(place, rank) if draft.source == "medusa" else kept_share(0, rank)
+            prior = kept_share(place, rank) if draft.source == OF_HEADS else kept_share(0, rank)
             shares[i] = shares[parent] * self._acceptance.rate(_source(draft, spec, place, rank), prior)
         sizes = [num_rows * (1 + i) for i in range(len(shares))]
         seconds = [self._times.at(num_rows, size) if self._times else 1.0 for size in sizes]
@@ -211,7 +211,7 @@ def _load(spec: SequenceSpec, num_rows: int) -> tuple[float, int | None, int]:
 
 def _source(draft: Draft, spec: SequenceSpec, place: int, rank: int) -> tuple[str, float, int, int]:
     """What a token's rate is kept by."""
-    if draft.source == "medusa":
+    if draft.source == OF_HEADS:
         return draft.source, kind_of(spec), place, rank
     source = "model" if draft.source in OFFERED else "ngram" if draft.source == "prediction" else draft.source
     if source == "ngram" and len(draft.tokens) >= LONG_MATCH:

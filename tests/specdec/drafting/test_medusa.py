@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from torch.nn.functional import linear, silu
 
 from specdec.core.errors import ModelLoadError
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.core.tokens import TokenBuffer
-from specdec.drafting.medusa import HeadDrafter, HeadsConfig, load_heads
+from specdec.drafting.heads import HeadDrafter, HeadRow, HeadsOptions, load_heads
+from specdec.drafting.medusa.heads import HeadsConfig, load
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.models.families import VOCAB_SIZE, make_model
@@ -71,11 +73,11 @@ def by_hand(config: HeadsConfig, weights: dict[str, Tensor], hidden: Tensor, voc
 )
 def test_logits_are_those_of_the_formula(tmp_path: Path, target: LoadedModel, config: HeadsConfig) -> None:
     weights = weights_of(config)
-    heads = load_heads(write(tmp_path, config, weights), target)
+    heads = load(write(tmp_path, config, weights), target)
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     own = target.model.get_output_embeddings().weight
     vocabulary = [weights.get(f"lm_heads.{head}.weight", own) for head in range(config.num_heads)]
-    logits = heads.logits(hidden)
+    logits = heads.all_logits(hidden)
     assert logits.shape == (heads.num_tokens, 5, VOCAB_SIZE)
     for got, want in zip(logits, by_hand(config, weights, hidden, vocabulary), strict=True):
         torch.testing.assert_close(got, want)
@@ -87,7 +89,7 @@ def test_a_vocabulary_head_that_all_share_may_be_in_the_file(tmp_path: Path, tar
     weights = weights_of(config) | {name: torch.randn(VOCAB_SIZE, 64)}
     hidden = torch.randn(2, 64)
     want = by_hand(config, weights, hidden, [weights[name]] * 3)
-    torch.testing.assert_close(load_heads(write(tmp_path, config, weights), target).logits(hidden), torch.stack(want))
+    torch.testing.assert_close(load(write(tmp_path, config, weights), target).all_logits(hidden), torch.stack(want))
 
 
 @pytest.mark.parametrize("width", [40, VOCAB_SIZE])
@@ -95,10 +97,10 @@ def test_heads_of_a_part_of_the_vocabulary_say_nothing_else(tmp_path: Path, targ
     """The vocabulary heads of the file may be whole; their rows for the listed tokens are taken."""
     config, token_map = replace(CONFIG, truncated_vocab_size=40), torch.arange(3, 123, 3)
     weights = weights_of(config, width)
-    heads = load_heads(write(tmp_path, config, weights | {"token_map": token_map}), target)
+    heads = load(write(tmp_path, config, weights | {"token_map": token_map}), target)
     hidden = torch.randn(2, 64)
     kept = [weights[f"lm_heads.{head}.weight"][slice(None) if width == 40 else token_map] for head in range(3)]
-    logits = heads.logits(hidden)
+    logits = heads.all_logits(hidden)
     torch.testing.assert_close(logits[..., token_map], torch.stack(by_hand(config, weights, hidden, kept)))
     others = [token for token in range(VOCAB_SIZE) if token not in token_map]
     assert (logits[..., others] == float("-inf")).all()
@@ -109,7 +111,7 @@ def test_the_first_medusas_names_are_read(tmp_path: Path, target: LoadedModel) -
     fields = {name: value for name, value in CONFIG.to_dict().items() if not name.startswith("num_")}
     folder = write(tmp_path, CONFIG, weights)
     (tmp_path / "config.json").write_text(json.dumps(fields | {"medusa_num_heads": 3, "medusa_num_layers": 2}))
-    assert load_heads(folder, target).num_tokens == 3
+    assert load(folder, target).num_tokens == 3
 
 
 def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, target: LoadedModel) -> None:
@@ -117,7 +119,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, target: 
 
     def refused(config: HeadsConfig, weights: dict[str, Tensor], **fields: object) -> str:
         with pytest.raises(ModelLoadError) as info:
-            load_heads(write(tmp_path, config, weights, **fields), target)
+            load(write(tmp_path, config, weights, **fields), target)
         return str(info.value)
 
     assert "hidden_size and vocab_size must be 64 and 128, not 32 and 128" in refused(CONFIG, weights, hidden_size=32)
@@ -126,12 +128,12 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, target: 
     assert "lack blocks.2.layers.1.weight" in refused(CONFIG, short)
     assert "token_map must list as many" in refused(replace(CONFIG, truncated_vocab_size=40), weights)
     with pytest.raises(ModelLoadError, match="takes no heads"):
-        load_heads(str(tmp_path), replace(target, opaque_state=object()))
+        load_heads(HeadsOptions(str(tmp_path), 3), replace(target, opaque_state=object()))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="lacks 'hidden_size'"):
-        load_heads(str(tmp_path), target)
+        load(str(tmp_path), target)
     with pytest.raises(ModelLoadError, match="there is no folder"):
-        load_heads("./nowhere", target)
+        load("./nowhere", target)
 
 
 def test_a_connection_that_is_lost_is_said(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,25 +142,29 @@ def test_a_connection_that_is_lost_is_said(target: LoadedModel, monkeypatch: pyt
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", lose)
     with pytest.raises(ModelLoadError, match="cannot load the heads some/heads: Server disconnected"):
-        load_heads("some/heads", target)
+        load("some/heads", target)
 
 
-def test_heads_run_in_inference_mode_and_draws_do_not() -> None:
+def test_heads_run_in_inference_mode_and_draws_do_not(target: LoadedModel) -> None:
     """A sampler keeps memory on its device, which it could not change after such a mode."""
     modes: list[bool] = []
 
     class Heads:
-        num_tokens = 2
+        num_tokens, hidden_layers, cache_layers, num_bytes = 2, (), (), 0
 
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        def fuse(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+            return states[0]
+
+        def logits(self, features: torch.Tensor, place: int) -> torch.Tensor:
             modes.append(torch.is_inference_mode_enabled())
-            return hidden.repeat(2, 1, 1)
+            return features
 
     def note(groups: object, logits: torch.Tensor) -> None:
         modes.append(torch.is_inference_mode_enabled())
 
-    drafter = HeadDrafter(Heads(), Sampler(8, (note,)), 2)
+    runner = ModelRunner(target, num_blocks=1)
+    drafter = HeadDrafter(Heads(), runner, Sampler(8, (note,)), 2)
     spec = SequenceSpec(SamplingParams(temperature=0), 0, 1, 8)
-    (draft,) = drafter.drafts(torch.eye(8)[[5]], [(spec, TokenBuffer([1, 2]))])
+    (draft,) = drafter.drafts([torch.eye(8)[[5]]], [HeadRow(runner.new_sequence(), 1, [0], [2], spec, [1, 2], 2)])
     assert draft.tokens == (5, 5)
-    assert modes == [True, False, False]
+    assert modes == [True, False, True, False]

@@ -13,7 +13,7 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
-from specdec.drafting.medusa import HeadsOptions
+from specdec.drafting.heads import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import InProcessService

@@ -14,7 +14,7 @@ from specdec.core.messages import Notes, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Adapter, Finish
-from specdec.drafting.medusa import DraftHeads, HeadDrafter
+from specdec.drafting.heads import DraftHeads, HeadDrafter, with_heads
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
@@ -111,9 +111,11 @@ def backend(
     adapters: LoRAConfig | None = None,
 ) -> Any:
     """A target or draft backend over a tiny model; heads come with how far they draft, and in trees of what size."""
-    runner = ModelRunner(prepare_tiny(model, adapters), num_blocks=num_blocks, block_size=block_size)
+    loaded = prepare_tiny(model, adapters)
+    loaded = loaded if heads is None else with_heads(loaded, heads[0])
+    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=block_size)
     sampler = Sampler(VOCAB_SIZE, processors)
-    options = {} if heads is None else {"heads": HeadDrafter(heads[0], sampler, *heads[1:])}
+    options = {} if heads is None else {"heads": HeadDrafter(heads[0], runner, sampler, *heads[1:])}
     return kind(runner, sampler, max_model_len=max_model_len, max_num_batched_tokens=chunk, **options)
 
 

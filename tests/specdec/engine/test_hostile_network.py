@@ -16,7 +16,7 @@ import pytest
 
 from specdec.core.messages import Plan, PlanUpdate
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.medusa import DraftHeads, HeadDrafter
+from specdec.drafting.heads import DraftHeads, HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
@@ -118,7 +118,7 @@ class HostileService:
         by_source = self._target.counters.by_source
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
         self.counts["looked up"] += sum(by_source[name].num_accepted_tokens for name in ("ngram", "prediction"))
-        self.counts["of heads"] += by_source["medusa"].num_accepted_tokens
+        self.counts["of heads"] += by_source["heads"].num_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:
@@ -137,7 +137,7 @@ class HostileService:
     def _begin(self, name: str) -> None:
         runner, sampler = self._make[name](), self._make_sampler()
         if name == TARGET:
-            heads = None if self._heads is None else HeadDrafter(self._heads[0], sampler, *self._heads[1:])
+            heads = None if self._heads is None else HeadDrafter(self._heads[0], runner, sampler, *self._heads[1:])
             backend = ModelTarget(runner, sampler, **self._lengths, heads=heads)
             self._target = TargetMachine(name, backend, TIMES, ngram=self._ngram)
         else:
@@ -155,9 +155,10 @@ class HostileService:
         )
 
 
-def runner(family: str, noise: float, num_blocks: int = 300) -> ModelRunner:
+def runner(family: str, noise: float, num_blocks: int = 300, heads: DraftHeads | None = None) -> ModelRunner:
     model = make_model(family) if family == "llama" else make_recurrent(family)
-    return make_runner(add_noise(model, noise) if noise else model, num_state_slots=16, num_blocks=num_blocks)
+    model = add_noise(model, noise) if noise else model
+    return make_runner(model, num_state_slots=16, num_blocks=num_blocks, heads=heads)
 
 
 MODELS = [

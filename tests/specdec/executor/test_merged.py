@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.executor.compiled import layers_of
 from specdec.executor.merged import merge, merge_weights, unmerge
+from specdec.models.hidden import layers_of
 from tests.specdec.models.families import make_model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain as joined
 from itertools import cycle, pairwise
 from typing import Literal
@@ -22,8 +23,8 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.types import Tokens
 from specdec.drafting import ngram as ngram_module
+from specdec.drafting.heads import HeadDrafter, HeadRow
 from specdec.drafting.length.estimates import DraftGains
-from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.pair import PairedTarget
 from specdec.protocol import target as target_module
@@ -34,6 +35,7 @@ from specdec.protocol.target import TargetMachine
 from specdec.sampling.acceptance import propose, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.sizes import sized
+from tests.specdec.engine.test_hostile_network import runner
 from tests.thorough.engine.test_heads import LinearHeads
 
 VOCAB, NUM_TOKENS, END = 6, 12, 5
@@ -88,13 +90,22 @@ class WithHeads(Backend):
     """Two heads, which know little."""
 
     weights = torch.randn(2, VOCAB, VOCAB, generator=torch.Generator().manual_seed(6))
-    heads = HeadDrafter(LinearHeads(weights), Sampler(VOCAB), 2)
+    tree_tokens = 0
+
+    @cached_property
+    def heads(self) -> HeadDrafter:
+        """They cache nothing, and so make no use of the runner."""
+        return HeadDrafter(LinearHeads(self.weights), runner("llama", 0.0), Sampler(VOCAB), 2, self.tree_tokens)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = super().verify(jobs)
         logs = [[*job.log.tokens, *result.run] for job, result in zip(jobs, results, strict=True)]
         hidden = torch.nn.functional.one_hot(torch.tensor([int(log[-2]) for log in logs]), VOCAB).float()
-        drafts = self.heads.drafts(hidden, [(job.spec, TokenBuffer(log)) for job, log in zip(jobs, logs, strict=True)])
+        rows = [
+            HeadRow(None, len(log) - 2, [i], log[-1:], job.spec, TokenBuffer(log), 2)
+            for i, (job, log) in enumerate(zip(jobs, logs, strict=True))
+        ]
+        drafts = self.heads.drafts([hidden], rows)
         return [result._replace(next_draft=self.told(draft)) for result, draft in zip(results, drafts, strict=True)]
 
     def told(self, draft: Draft) -> Draft:
@@ -104,7 +115,7 @@ class WithHeads(Backend):
 class WithTrees(WithHeads):
     """The drafts of heads are trees."""
 
-    heads = HeadDrafter(LinearHeads(WithHeads.weights), Sampler(VOCAB), 2, 7)
+    tree_tokens = 7
 
 
 class HeadsToldWrong(WithHeads):
@@ -247,7 +258,7 @@ def p_value(setup: Setup, num_draws: int) -> float:
     if setup.ngram is not None:
         assert counters["found"] > num_draws / 50
     if isinstance(line.target._backend, WithHeads):
-        assert counters["medusa"] > num_draws / 50
+        assert counters["heads"] > num_draws / 50
     drafted = "model" if isinstance(line.target._backend, AlwaysPaired) else "num_used_offers"
     assert counters[drafted] > num_draws / 50, counters
     assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > num_draws / 50

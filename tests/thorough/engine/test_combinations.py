@@ -78,7 +78,7 @@ def test_all_at_once_no_token_changes(family: str, temperature: float, acceptanc
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE, BOTH), **lengths)
     wanted = collect(InProcessService(target, None, 0), cases)
-    makers = (partial(runner, family, 0.0, SCARCE_BLOCKS), partial(runner, family, NOISE))
+    makers = partial(runner, family, 0.0, SCARCE_BLOCKS, fitted(family)), partial(runner, family, NOISE)
     # Two have something to find, two have the draft model alone.
     for i in (0, 1):
         cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import DraftChooser
-from specdec.core.params import SamplingParams
+from specdec.core.drafts import Draft, DraftChooser
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.heads import HeadDrafter, HeadRow
 from specdec.drafting.length.estimates import DraftGains
-from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.engine.timing import StepTimer
 from specdec.executor.runner import ModelRunner
+from specdec.models.hidden import AFTER_NORM
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.letters import ACCEPTED
 from tests.sizes import some
@@ -40,12 +41,17 @@ class LinearHeads:
 
     weights: Tensor
 
+    hidden_layers, cache_layers, num_bytes = (AFTER_NORM,), (), 0
+
     @property
     def num_tokens(self) -> int:
         return len(self.weights)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.weights
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        return (states[0] @ self.weights).transpose(0, 1)
+
+    def logits(self, features: Tensor, place: int) -> Tensor:
+        return features[:, place]
 
 
 @lru_cache
@@ -81,9 +87,9 @@ def with_heads(
     """A target with heads, without a draft model or with one; ``tree`` is how many tokens a tree has."""
     model = make_model(family) if family != "qwen3_5" else make_recurrent(family)
     if family == "qwen3_5":
-        made = runner(family, 0.0, num_blocks)
+        made = runner(family, 0.0, num_blocks, fitted(family))
         sampler = Sampler(VOCAB_SIZE)
-        target = ModelTarget(made, sampler, **LENGTHS, heads=HeadDrafter(fitted(family), sampler, most, tree))
+        target = ModelTarget(made, sampler, **LENGTHS, heads=HeadDrafter(fitted(family), made, sampler, most, tree))
     else:
         options = {"num_blocks": num_blocks, "chunk": chunk, "processors": processors}
         target = backend(ModelTarget, model, heads=(fitted(family), most, tree), **options)
@@ -199,8 +205,8 @@ def test_notes_and_counters_tell_that_heads_drafted() -> None:
     assert set(letters) <= {"p", *"hij"}
     assert letters["h"] == counters.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED) > 0
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        assert getattr(counters.by_source["medusa"], f"num_{name}") == getattr(counters, f"num_{name}") > 0
-    assert set(counters.by_source) == {"medusa"}
+        assert getattr(counters.by_source["heads"], f"num_{name}") == getattr(counters, f"num_{name}") > 0
+    assert set(counters.by_source) == {"heads"}
 
 
 @pytest.mark.parametrize(
@@ -208,10 +214,15 @@ def test_notes_and_counters_tell_that_heads_drafted() -> None:
 )
 def test_drafts_are_as_far_as_is_allowed_and_there_are_heads(most: int, tree: int, longest: int) -> None:
     spec = make_cases(SamplingParams(temperature=1.0))[0].spec()
-    drafter = HeadDrafter(fitted("llama"), Sampler(VOCAB_SIZE), most, tree)
-    draft = drafter.drafts(torch.zeros(1, 64), [(spec, [1, 5, 6])])[0]
+    drafter = HeadDrafter(fitted("llama"), runner("llama", 0.0), Sampler(VOCAB_SIZE), most, tree)
+
+    def drafted(spec: SequenceSpec) -> Draft:
+        row = HeadRow(None, 2, [0], [6], spec, [1, 5, 6], drafter.count(spec))
+        return drafter.drafts((torch.zeros(1, 64),), [row])[0]
+
+    draft = drafted(spec)
     assert draft.depth == longest
     assert len(draft.tokens) == (tree if tree and longest else longest)
     assert bool(draft.parents) == (tree > longest > 0)
-    bounded = drafter.drafts(torch.zeros(1, 64), [(replace(spec, num_speculative_tokens=1), [1, 5, 6])])[0]
+    bounded = drafted(replace(spec, num_speculative_tokens=1))
     assert bounded.depth == min(longest, 1)

@@ -8,6 +8,7 @@ import specdec.executor.runner as runner_module
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import checked_window
 from specdec.core.params import SamplingParams
+from specdec.drafting.heads import DraftHeads, with_heads
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
@@ -35,8 +36,11 @@ NOISE = 0.05
 """What makes a draft of a family's twin half right."""
 
 
-def make_runner(model: object, num_state_slots: int = 8, num_blocks: int = 300) -> ModelRunner:
+def make_runner(
+    model: object, num_state_slots: int = 8, num_blocks: int = 300, heads: DraftHeads | None = None
+) -> ModelRunner:
     loaded = prepare_model(model, "tiny")
+    loaded = loaded if heads is None else with_heads(loaded, heads)
     window = checked_window(18)
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=4, num_state_slots=num_state_slots, window=window)
 

@@ -16,7 +16,7 @@ from specdec.engine.timing import StepTimer
 
 SPEC = SequenceSpec(SamplingParams(temperature=0.0), 1, 1, 1 << 20)
 SHAPE = tree_shape(24, 4)
-TREE = Draft(tuple(range(100, 124)), source="medusa", parents=tuple(node.parent for node in SHAPE))
+TREE = Draft(tuple(range(100, 124)), source="heads", parents=tuple(node.parent for node in SHAPE))
 STEP_S = 0.03
 
 

@@ -1,49 +1,20 @@
-"""Drafts of heads on the target, for the next round of each sequence that a step has decided.
-
-Heads on the target: they read its last hidden states, and give candidates for the tokens after the next one.
-"""
+"""Medusa heads: they read the target's last hidden state, and give candidates for the tokens after the next one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import silu
 
-from specdec.core.drafts import NO_DRAFT, Draft, chain_shape, tree_shape
 from specdec.core.errors import ModelLoadError
-from specdec.core.params import SequenceSpec
-from specdec.core.tokens import TokenBuffer, TokenSequence
+from specdec.drafting.heads import read_heads
+from specdec.models.hidden import AFTER_NORM
 from specdec.models.loading import LoadedModel
-from specdec.sampling.acceptance import Drawn, propose_siblings
-from specdec.sampling.pipeline import RowGroup, Sampler
-
-
-class DraftHeads(Protocol):
-    """What drafts in the target's process; nothing here decides a token."""
-
-    @property
-    def num_tokens(self) -> int:
-        """How many positions in a row are proposed for."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits for the positions that follow the token which the model itself chooses.
-
-        Args:
-            hidden: [R, hidden size], what the model's vocabulary head read at the last committed tokens but one.
-
-        Returns:
-            float32 [num_tokens, R, V].
-        """
-        ...
+from specdec.models.probe import AttentionLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +108,38 @@ class MedusaHeads(nn.Module):
         """What the vocabulary heads read: [..., hidden size] -> [num_tokens, ..., hidden size]."""
         return torch.stack([block(hidden) for block in self.blocks])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As :meth:`DraftHeads.logits`."""
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """What the model's vocabulary head reads."""
+        return (AFTER_NORM,)
+
+    @property
+    def cache_layers(self) -> tuple[AttentionLayer, ...]:
+        """None."""
+        return ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its own weights."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def fuse(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The logits for all places, [N, num_tokens, vocabulary]: a head that all share is one product."""
+        return self.all_logits(states[0]).transpose(0, 1)
+
+    def logits(self, features: torch.Tensor, place: int) -> torch.Tensor:
+        """As :meth:`specdec.drafting.heads.DraftHeads.logits`."""
+        return features[:, place]
+
+    def all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits for the positions that follow the token which the model itself chooses.
+
+        Args:
+            hidden: [R, hidden size], what the model's vocabulary head read.
+
+        Returns:
+            float32 [num_tokens, R, vocabulary].
+        """
         states = self.states(hidden)
         shared = self._borrowed[0] or (self.lm_heads[0] if self.config.original_lm_head else None)
         if shared is not None:
@@ -152,7 +153,7 @@ class MedusaHeads(nn.Module):
         return spread.index_copy_(-1, self.token_map, logits)
 
 
-def load_heads(path: str, target: LoadedModel) -> MedusaHeads:
+def load(path: str, target: LoadedModel) -> MedusaHeads:
     """Load Medusa heads for a model, into its dtype and onto its device.
 
     Args:
@@ -162,17 +163,12 @@ def load_heads(path: str, target: LoadedModel) -> MedusaHeads:
     Raises:
         ModelLoadError: They cannot be read, or are not this model's.
     """
-    if target.opaque_state is not None:
-        raise ModelLoadError(f"{target.name} keeps a state that can only be copied: it takes no heads")
-    folder = _folder(path)
+    fields, weights = read_heads(path)
     try:
-        config = HeadsConfig.read(json.loads((folder / "config.json").read_text()))
-        weights = {
-            name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
-        }
+        config = HeadsConfig.read(fields)
     except KeyError as error:
         raise ModelLoadError(f"{path} has no Medusa heads: its config.json lacks {error}") from error
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (ValueError, TypeError) as error:
         raise ModelLoadError(f"cannot load the heads {path}: {error}") from error
     lm_head = target.model.get_output_embeddings()
     width = lm_head.in_features if lm_head is not None else None
@@ -205,98 +201,3 @@ def _fill(heads: MedusaHeads, weights: dict[str, torch.Tensor], token_map: torch
     if wrong:
         raise ModelLoadError(f"the weights of the heads {path} lack {wrong[0]}, or have it in another shape")
     heads.load_state_dict({name: weights[name] for name in expected})
-
-
-def _folder(path: str) -> Path:
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ModelLoadError(f"there is no folder {path} with heads")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors"]))
-    except Exception as error:  # a lost connection is the HTTP client's own kind of error
-        raise ModelLoadError(f"cannot load the heads {path}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class HeadsOptions:
-    """Which heads are on a target, and how far they draft.
-
-    Attributes:
-        path: Local folder or hub id.
-        most_tokens: Draft tokens in a row, at most, where the request names no bound of its own.
-        tree_tokens: Tokens of a draft that is a tree; with no more than are in a row it is a chain.
-    """
-
-    path: str
-    most_tokens: int
-    tree_tokens: int = 0
-
-
-class HeadDrafter:
-    """Draws from each head in turn, by the rule and the parameters of its sequence: a token, or several for a tree.
-
-    Args:
-        heads: Give logits for the positions after the next token.
-        sampler: Of the target: what it may not say is not drafted.
-        most_tokens: As in :class:`HeadsOptions`.
-        tree_tokens: As there.
-    """
-
-    def __init__(self, heads: DraftHeads, sampler: Sampler, most_tokens: int, tree_tokens: int = 0) -> None:
-        self._heads = heads
-        self._sampler = sampler
-        self._most = min(most_tokens, heads.num_tokens)
-        self._shape = tree_shape(tree_tokens, self._most) if tree_tokens > self._most > 0 else chain_shape(self._most)
-        self._most = 1 + max((node.place for node in self._shape), default=-1)
-        ranks = {(node.place, node.rank) for node in self._shape}
-        self._num_ranks = [sum(place == at for place, _ in ranks) for at in range(self._most)]
-
-    def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, TokenSequence]]) -> list[Draft]:
-        """A draft for each sequence; the heads know its last token only by what made the model choose it.
-
-        Args:
-            hidden: [R, hidden size], from which each sequence's last token was chosen.
-            decided: R sequences: parameters, and all committed tokens.
-        """
-        drafts = [NO_DRAFT] * len(decided)
-        counts = [self._count(spec) for spec, _ in decided]
-        drafting = [i for i, count in enumerate(counts) if count]
-        if not drafting:
-            return drafts
-        # Without drawing: what a sampler makes in this mode and keeps could not be changed outside of it.
-        with torch.inference_mode():
-            logits = self._heads.logits(hidden[drafting] if len(drafting) < len(decided) else hidden)
-        texts = {i: TokenBuffer(decided[i][1]) for i in drafting}
-        places: list[list[list[Drawn]]] = [[] for _ in drafting]
-        for of_head, num_ranks in zip(logits, self._num_ranks[: max(counts)], strict=False):
-            groups = [RowGroup(decided[i][0], texts[i].array) for i in drafting]
-            # Heads that overflow draft badly, and no more: what they were drawn from stays a distribution.
-            siblings = propose_siblings(self._sampler, of_head.nan_to_num(0.0), groups, num_ranks)
-            for i, of_row, drawn in zip(drafting, places, siblings, strict=True):
-                texts[i].append(drawn[0].token)
-                of_row.append(drawn)
-        self._sampler.take_failures()  # what a hook made of a draft fails no sequence
-        for i, of_row in zip(drafting, places, strict=True):
-            drafts[i] = self._shaped(of_row[: counts[i]])
-        return drafts
-
-    def _shaped(self, places: list[list[Drawn]]) -> Draft:
-        """The shape's tokens, as far as there are heads and candidates; which ones depends on no token drawn."""
-        numbers, parents = {-1: -1}, list[int]()
-        drawn: list[Drawn] = []
-        for number, node in enumerate(self._shape):
-            if node.parent in numbers and node.place < len(places) and node.rank < len(places[node.place]):
-                numbers[number] = len(drawn)
-                parents.append(numbers[node.parent])
-                drawn.append(places[node.place][node.rank])
-        candidates = tuple(one.candidates for one in drawn if one.candidates is not None)
-        is_chain = parents == list(range(-1, len(parents) - 1))
-        return Draft(tuple(one.token for one in drawn), candidates, "medusa", () if is_chain else tuple(parents))
-
-    def _count(self, spec: SequenceSpec) -> int:
-        bound = spec.num_speculative_tokens
-        return self._most if bound is None else min(bound, self._most)
