@@ -15,6 +15,7 @@ from specdec.cache.blocks import CachedSequence
 from specdec.executor import records
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.runner import ModelRunner, RowInput
+from specdec.models.hidden import AFTER_NORM, HiddenStates
 from specdec.models.loading import prepare_model
 from specdec.models.parity_check import check_admission
 from tests.specdec.executor.test_steps import CPU, on
@@ -149,15 +150,24 @@ def test_a_row_that_is_not_finite_is_told_alone() -> None:
     assert logits.isfinite().all()
 
 
-def test_what_the_head_reads_is_kept() -> None:
-    hidden = []
-    for runner in runners("llama"):
-        runner.keep_hidden()  # after the steps are recorded, as by whoever gets a runner
-        for tokens, num_logits in ([1, 2, 3], 3), ([4, 5, 6], 2):
+@torch.inference_mode()
+def test_hidden_states_are_noted_of_all_tokens() -> None:
+    loaded = on(CPU, "llama")
+    count = loaded.config.num_hidden_layers
+    loaded = replace(loaded, hidden=HiddenStates(loaded.model, (0, 1, count - 1, AFTER_NORM)))
+    padded, plain = (ModelRunner(loaded, num_blocks=120, block_size=4) for _ in range(2))
+    padded.record_graphs(LIMITS)
+    tokens = [1, 2, 3, 4, 5]
+    stock = make_model("llama")
+    found = stock(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
+    wanted = [found[0], found[1], found[count - 1], found[-1]]  # the last is that after the norm
+    for runner in (padded, plain):
+        for num_logits in (5, 1):
             runner.forward([row(runner, runner.new_sequence(), tokens, num_logits)])
-            hidden.append(runner.hidden)
-    for got, want in zip(hidden[:2], hidden[2:], strict=True):
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+            for got, want in zip(runner.hidden, wanted, strict=True):
+                torch.testing.assert_close(got, want[0], atol=2e-5, rtol=2e-5)
+    with pytest.raises(ValueError, match=f"must be of layers in .0, {count}., got 99"):
+        HiddenStates(loaded.model, (99,))
 
 
 def test_a_step_beyond_the_limits_is_refused() -> None:
