@@ -151,12 +151,12 @@ def _run_steps(
 
 def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) -> int:
     """Record steps once, and forget them; 0 where they cannot be recorded, and on a CPU, where nothing is."""
-    if loaded.device.type != "cuda" or loaded.opaque_state is not None or loaded.recurrent_layers:
+    if loaded.device.type != "cuda" or loaded.opaque_state is not None:
         return 0
     if loaded.adapters is None:
         with suppress(ValueError):  # layers that are not found are not compiled
             merge_weights(layers_of(loaded.model))  # moves them, which may cost memory that the cache cannot have
-    runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size)
+    runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size, num_state_slots=1)
     runner.record_graphs(limits)
     runner.forget_graphs()
     num_bytes = runner.graphs_bytes

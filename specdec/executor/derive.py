@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specdec.executor.slots import UPDATE_VALUE, UPDATE_WORD, SlotState
 from specdec.executor.staging import Arrays, Field, Layout, Tensors
+from specdec.kernels.recurrent import StateTensors
 from specdec.kernels.segmented import MAX_TREE_TOKENS, NO_TREE, AttentionStep
 
 NO_PARENT = -2
@@ -34,12 +35,14 @@ class StepShape:
         max_tokens: T.
         max_updates: U, differences of the state that go with a step.
         has_trees: Whether drafts may be trees.
+        has_states: Whether rows have recurrent states.
     """
 
     max_rows: int
     max_tokens: int
     max_updates: int
     has_trees: bool = False
+    has_states: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -54,12 +57,14 @@ class StepShape:
         - ``tokens``: [T], row by row.
         - ``parents``: [T], of a draft in a tree which draft of its row it follows, -1 for the token before them;
           ``NO_PARENT`` for all others. [0] without trees.
+        - ``states``: [4, R], slot, oldest, newest and oldest_after of :class:`StateTensors`. [4, 0] without states.
         - ``update_word``, ``update_value``: [U]; see :meth:`SlotUpdates.stage`.
         """
         rows = [Field(name, (self.max_rows + 1,)) for name in ("slot", "num_tokens", "num_drafts", "num_logits")]
         updates = [Field(name, (self.max_updates,)) for name in (UPDATE_WORD, UPDATE_VALUE)]
         parents = Field("parents", (self.max_tokens if self.has_trees else 0,))
-        return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, *updates))
+        states = Field("states", (4, self.max_rows + 1 if self.has_states else 0))
+        return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, states, *updates))
 
 
 def lay_out(
@@ -73,6 +78,7 @@ def lay_out(
     num_logits: ArrayLike,
     tokens: ArrayLike,
     parents: Mapping[int, Sequence[int]] | None = None,
+    states: NDArray[np.int64] | None = None,
     is_checked: bool = False,
 ) -> None:
     """Write a step's rows into its input; differences of the state are written by :meth:`SlotUpdates.stage`.
@@ -87,6 +93,7 @@ def lay_out(
         num_logits: Of each row, at most its tokens: 0 where it has no drafts, or more than those.
         tokens: All rows' behind one another, int32.
         parents: By index the rows whose drafts are a tree, of each draft the one that it follows, or -1.
+        states: [4, R] of the rows, where the shape has states.
         is_checked: The caller has seen to it that rows are as said, and not more than the shape holds.
 
     Raises:
@@ -100,6 +107,8 @@ def lay_out(
     slot[:n], count[:n], drafts[:n], logits[:n] = slots, num_tokens, num_drafts, num_logits
     slot[n:], count[n:], drafts[n:], logits[n:] = padding_slot, 0, 0, 0
     arrays["tokens"][: len(ids)], arrays["tokens"][len(ids) :] = ids, 0
+    if states is not None and shape.has_states:
+        arrays["states"][:, :n] = states
     if shape.has_trees:
         arrays["parents"][:] = NO_PARENT
     if parents:
@@ -156,6 +165,7 @@ class DerivedStep:
         cache_slots: Of each group [T], where their keys and values go; in the null block for padding.
         token_end: [R], the end of each row's tokens.
         attention: Of each group of layers.
+        states: Of recurrent layers, in a step with padding where the shape has states.
     """
 
     tokens: Tensor
@@ -163,6 +173,7 @@ class DerivedStep:
     cache_slots: tuple[Tensor, ...]
     token_end: Tensor
     attention: tuple[AttentionStep, ...]
+    states: StateTensors | None = None
 
 
 class Deriver:
@@ -245,12 +256,37 @@ class Deriver:
             )
             for table in self._tables
         )
+        states = None
+        if is_padded and self.shape.has_states:
+            states = self._states(given, start, token_start, row, token, place)
         return DerivedStep(
             tokens=tokens,
             position=position,
             cache_slots=cache_slots,
             token_end=token_end,
             attention=attention,
+            states=states,
+        )
+
+    def _states(
+        self, given: Tensors, start: Tensor, token_start: Tensor, row: Tensor, token: Tensor, place: Tensor
+    ) -> StateTensors:
+        """Rows and tokens as recurrent layers see them, of each row's length and first token, and each token's row."""
+        slot, oldest, newest, oldest_after = given["states"]
+        count, is_padding = given["num_tokens"], row >= self.shape.max_rows
+        index = token - token_start.index_select(0, row)
+        return StateTensors(
+            slot=slot,
+            start=token_start,
+            count=count,
+            length=start,
+            oldest=oldest,
+            newest=newest,
+            oldest_after=oldest_after,
+            token_slot=slot.index_select(0, row).masked_fill(is_padding, -1),
+            token_index=index,
+            token_position=place,
+            token_left=count.index_select(0, row) - index,
         )
 
     def logit_tokens(self, given: Tensors, step: DerivedStep, num_logits: int) -> Tensor:

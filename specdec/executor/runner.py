@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -28,6 +29,7 @@ from specdec.executor.steps import StepRows, Steps
 from specdec.kernels.attention import AttentionContext
 from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
+from specdec.kernels.recurrent import recurrent_kernels
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
@@ -155,6 +157,7 @@ class ModelRunner:
         if loaded.recurrent_layers:
             window = window or checked_window(DEFAULT_WINDOW_TOKENS)
             self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
+            pool.kernels = recurrent_kernels(self._kernel)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, self.pool, pool, self._kernel)
         self._cache_argument = cache_argument(loaded.model)
@@ -398,7 +401,9 @@ class ModelRunner:
         num_logits = int(own.num_logits.sum())
         has_adapters = any(row.adapter is not None for row in rows)
         size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens, num_logits)
-        states: list[tuple[SequenceState, StateRow]] = []
+        states = self._state_rows(rows)
+        if states:
+            own = replace(own, states=state_array([after for _, after in states]))
         if self._graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
                 self.extra = self._steps.upload(sequences, own, tokens, extra)
@@ -412,7 +417,8 @@ class ModelRunner:
             self._note_finite(own, output.finite_tokens[:num_tokens], finite)
         else:
             step, self.extra = self._steps.begin(sequences, own, tokens, extra)
-            states = self._begin_states(rows, own)
+            if isinstance(self.states, StatePool):
+                self.states.begin(StateStep([after for _, after in states], num_tokens, self.states.window))
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
             with self._functions, self._used_adapters(rows, own), compiled:
                 every = num_logits == num_tokens
@@ -492,6 +498,16 @@ class ModelRunner:
         caches = {"past_key_values": self._cache, "attention_context": self._attention}
         return forward(features, step.tokens, step.position, **caches)
 
+    def _run_padded(self, steps: Steps, num_tokens: int) -> PassOutput:
+        """The model over the newest upload and padding: what a graph holds."""
+        step = steps.derive(num_tokens)
+        if step.states is None:
+            return self._run(steps, step, None)
+        assert isinstance(self.states, StatePool)
+        self.states.begin(step.states)
+        with self._functions:
+            return self._run(steps, step, None)
+
     def record_graphs(self, limits: ExecutorLimits, backend: str | Callable[..., Any] | None = None) -> None:
         """Record steps of all sizes, so that each is one launch on a GPU; see :class:`StepGraphs`.
 
@@ -505,11 +521,11 @@ class ModelRunner:
         self.graphs_failure = self._unrecordable()
         if self.graphs_failure:
             return
-        steps = Steps(self.pool, self.loaded.device, limits)
+        steps = Steps(self.pool, self.loaded.device, limits, has_states=self.states is not None)
         steps.upload_nothing()
         if backend is not None:
             self._compile_layers(steps, limits, backend)
-        graphs = StepGraphs(lambda size: self._run(steps, steps.derive(size), None), self.loaded.device)
+        graphs = StepGraphs(partial(self._run_padded, steps), self.loaded.device)
         self.graphs_failure = graphs.record(limits.graph_sizes)
         if self.graphs_failure and self._layers is not None:
             self.compile_failure, self.graphs_failure = self.graphs_failure, ""
@@ -533,6 +549,8 @@ class ModelRunner:
     def _compile_layers(self, steps: Steps, limits: ExecutorLimits, backend: str | Callable[..., Any]) -> None:
         """Compile the layers by a step that is padding alone, of a size that no graph has: then it fits all sizes."""
         self.compile_failure = "" if self.loaded.adapters is None else "it may have adapters"
+        if self.states is not None:
+            self.compile_failure = "it has recurrent layers"
         if self.compile_failure:
             return
         size = min(limits.max_tokens, _COMPILED_TOKENS)
@@ -555,8 +573,10 @@ class ModelRunner:
     def _unrecordable(self) -> str:
         """What of the model cannot be in a graph; empty if nothing."""
         layers = self.loaded.attention_layers
-        if self.states is not None or self.loaded.opaque_state is not None:
-            return "it has recurrent layers"
+        if self.loaded.opaque_state is not None:
+            return "its recurrent state can only be copied"
+        if isinstance(self.states, StatePool) and self.states.kernels is None:
+            return "its recurrent layers have kernels for a GPU and Triton only"
         if any(layer.is_latent for layer in layers):
             return "it expands what it caches"
         if len({parameter.device for parameter in self.loaded.model.parameters()}) > 1:
@@ -585,8 +605,8 @@ class ModelRunner:
             start = end
         return slots.used(runs, len(own.tokens)) if runs else nullcontext()
 
-    def _begin_states(self, rows: Sequence[RowInput], own: StepRows) -> list[tuple[SequenceState, StateRow]]:
-        """Tell the recurrent layers of the step; gives each row's state with what becomes of it."""
+    def _state_rows(self, rows: Sequence[RowInput]) -> list[tuple[SequenceState, StateRow]]:
+        """Each row's recurrent state with what becomes of it; nothing where the model has none."""
         if not isinstance(self.states, StatePool):
             return []
         moves: list[tuple[SequenceState, StateRow]] = []
@@ -596,7 +616,7 @@ class ModelRunner:
             assert state is not None, "no state is reserved"
             moves.append((state, state_row(start, count, past, state, self.states.window)))
             start += count
-        self.states.begin(StateStep([after for _, after in moves], len(own.tokens), self.states.window))
+        self.states.clear_taken()
         for state, after in moves:
             state.oldest = after.length + 1  # until the step is done there is nothing to go back to
         return moves
@@ -644,6 +664,7 @@ class ModelRunner:
 def choose_kernel(loaded: LoadedModel) -> str:
     """The best kernel for what the model's layers want and where they are."""
     fits = loaded.dtype in (torch.float32, torch.float16, torch.bfloat16) and find_spec("triton") is not None
+    fits &= loaded.device.type == "cuda"
     for layer in loaded.attention_layers:
         fits &= layer.device.type == "cuda" and not layer.is_latent and max(layer.key_dim, layer.value_dim) <= 256
     if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in loaded.attention_layers):
@@ -664,3 +685,8 @@ def state_row(
         newest=state.newest,
         oldest_after=window.oldest_after(state.oldest, num_computed_tokens, num_new_tokens),
     )
+
+
+def state_array(rows: Sequence[StateRow]) -> NDArray[np.int64]:
+    """Rows as a step's input has them: [4, R]."""
+    return np.array([(row.slot, row.oldest, row.newest, row.oldest_after) for row in rows], np.int64).T

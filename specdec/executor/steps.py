@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class StepRows:
         num_cached: How many tokens come before them.
         num_logits: How many of the last ones want logits.
         parents: By index the rows that end with a tree; see :class:`specdec.executor.runner.RowInput`.
+        states: [4, R], each row's recurrent state; see :attr:`specdec.executor.derive.StepShape.layout`.
     """
 
     tokens: NDArray[np.int32]
@@ -42,6 +43,7 @@ class StepRows:
     num_cached: NDArray[np.int64]
     num_logits: NDArray[np.int64]
     parents: Mapping[int, Sequence[int]]
+    states: NDArray[np.int64] | None = None
 
 
 class Steps:
@@ -53,12 +55,19 @@ class Steps:
         pool: The blocks.
         device: Where steps are derived.
         limits: The largest step, for memory that stays where it is.
+        has_states: Whether rows have recurrent states that the device is to know, in a step with padding.
 
     Attributes:
         staging: The newest shape's.
     """
 
-    def __init__(self, pool: BlockPool, device: torch.device, limits: ExecutorLimits | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        device: torch.device,
+        limits: ExecutorLimits | None = None,
+        has_states: bool = False,
+    ) -> None:
         self._pool, self._device, self._limits = pool, device, limits
         self._null_blocks = tuple(group.null_block for group in pool.groups)
         self._has_updates = False
@@ -70,7 +79,8 @@ class Steps:
             # Sequences that wait for their turn keep their slots as long as nobody else wants them.
             self._make_state(2 * limits.max_rows, pool.blocks_for(limits.max_length) + 1)
             max_tokens = max(limits.max_tokens, limits.graph_sizes[-1])
-            self._make_step(_step_shape(limits.max_rows, max_tokens, limits.has_trees))
+            shape = _step_shape(limits.max_rows, max_tokens, limits.has_trees)
+            self._make_step(replace(shape, has_states=has_states))
 
     @property
     def bounds(self) -> StepBounds:
@@ -190,6 +200,7 @@ class Steps:
             num_logits=rows.num_logits,
             tokens=rows.tokens,
             parents=rows.parents,
+            states=rows.states,
             is_checked=not rows.parents,
         )
         return self.staging.upload(extra)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,6 +37,31 @@ class ConvShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """One call of a layer's convolution.
+
+    Attributes:
+        stock: The modelling module's function.
+        inputs: [1, C, M].
+        weight: [C, kernel size].
+        bias: [C].
+        activation: By its name.
+        options: What else the function is called with.
+    """
+
+    stock: Callable[..., torch.Tensor]
+    inputs: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str | None
+    options: Mapping[str, Any]
+
+    def run(self) -> torch.Tensor:
+        """By that function: [1, C, M]."""
+        return self.stock(self.inputs, self.weight, self.bias, activation=self.activation, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layout:
     """Indices of a step for one kernel size, int64.
 
@@ -59,25 +85,33 @@ class ConvWindows:
 
     Before its beginning a sequence has inputs of zero. Its first entries are those of its slot, zeroed when it was
     taken, and no token that can be taken back reaches so far that they were overwritten.
+
+    Args:
+        shape: Of the convolution.
+        num_slots: Slots.
+        num_kept_tokens: How many tokens can be taken back.
+
+    Attributes:
+        ring: [slots, ring size, C].
     """
 
     def __init__(self, shape: ConvShape, num_slots: int, num_kept_tokens: int) -> None:
         self._shape = shape
         self._size = shape.num_kept(num_kept_tokens)
-        self._ring = torch.zeros(num_slots, self._size, shape.num_channels, dtype=shape.dtype, device=shape.device)
+        self.ring = torch.zeros(num_slots, self._size, shape.num_channels, dtype=shape.dtype, device=shape.device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
-        return self._ring.nbytes
+        return self.ring.nbytes
 
     def clear(self, slots: Sequence[int]) -> None:
         """Make slots those of empty sequences."""
-        self._ring[slots] = 0
+        self.ring[slots] = 0
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""
-        self._ring[destination] = self._ring[source]
+        self.ring[destination] = self.ring[source]
 
     def extend(self, inputs: torch.Tensor, step: StateStep) -> torch.Tensor:
         """Put before each row's inputs those that it begins with, and keep its last.
@@ -90,7 +124,7 @@ class ConvWindows:
             [1, C, M] with M = N + rows * (kernel size - 1).
         """
         layout = self._layout(step)
-        ring = self._ring.flatten(0, 1)
+        ring = self.ring.flatten(0, 1)
         new = inputs[0].transpose(0, 1).to(ring.dtype)
         laid_out = torch.cat([ring.index_select(0, layout.past), new]).index_select(0, layout.order)
         ring.index_copy_(0, layout.kept, new.index_select(0, layout.sources))
@@ -101,7 +135,7 @@ class ConvWindows:
         return outputs.index_select(2, self._layout(step).outputs)
 
     def _layout(self, step: StateStep) -> _Layout:
-        kind = ("conv", self._shape.kernel_size, self._size, self._ring.device)
+        kind = ("conv", self._shape.kernel_size, self._size, self.ring.device)
         return step.memo(kind, lambda: self._lay_out(step))
 
     def _lay_out(self, step: StateStep) -> _Layout:
@@ -121,4 +155,4 @@ class ConvWindows:
             for offset in range(max(0, row.num_new_tokens - size), row.num_new_tokens):
                 sources.append(row.start + offset)
                 kept.append(base + (length + offset) % size)
-        return _Layout(*(torch.tensor(x, device=self._ring.device) for x in (past, order, outputs, sources, kept)))
+        return _Layout(*(torch.tensor(x, device=self.ring.device) for x in (past, order, outputs, sources, kept)))

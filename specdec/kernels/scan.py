@@ -81,6 +81,9 @@ class DeltaRule(Scan):
     """Inputs: keys [B, T, H_k, D_k], values [B, T, H_v, D_v], log decays [B, T, H_v (, D_k)], betas [B, T, H_v].
 
     Reads: queries, shaped like keys. State: [H_v, D_k, D_v].
+
+    Attributes:
+        is_normalized: Whether keys and queries are to be brought to length 1.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class DeltaRule(Scan):
         **_: Any,
     ) -> None:
         self._stock = stock
-        self._is_normalized = use_qk_l2norm_in_kernel
+        self.is_normalized = use_qk_l2norm_in_kernel
         self.inputs = (key, value, g, beta)
         self.reads = (query,)
 
@@ -117,7 +120,7 @@ class DeltaRule(Scan):
             beta=beta,
             initial_state=state,
             output_final_state=True,
-            use_qk_l2norm_in_kernel=self._is_normalized,
+            use_qk_l2norm_in_kernel=self.is_normalized,
         )
         return outputs, state
 
@@ -156,7 +159,7 @@ class DeltaRule(Scan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value, decay, beta = inputs
         scan = inspect.unwrap(self._stock)
-        options = {"chunk_size": key.shape[1], "use_qk_l2norm_in_kernel": self._is_normalized}
+        options = {"chunk_size": key.shape[1], "use_qk_l2norm_in_kernel": self.is_normalized}
         outputs, state = scan(query, key, value, decay, beta, initial_state=state, output_final_state=True, **options)
         return outputs, state
 
@@ -176,7 +179,7 @@ class DeltaRule(Scan):
     def _prepare(self, vectors: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Keys or queries as float32, normalized if the model wants that, one per value head."""
         vectors = vectors.float()
-        if self._is_normalized:
+        if self.is_normalized:
             vectors = vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + 1e-6)
         num_sharing = value.shape[2] // vectors.shape[2]
         return vectors if num_sharing == 1 else vectors.repeat_interleave(num_sharing, dim=2)
@@ -188,7 +191,12 @@ def _decay(exponents: torch.Tensor) -> torch.Tensor:
 
 
 class Mamba1(Scan):
-    """Inputs: x [B, T, D], final time steps [B, T, D], B [B, T, S]. Reads: C like B, gates like x. State: [D, S]."""
+    """Inputs: x [B, T, D], final time steps [B, T, D], B [B, T, S]. Reads: C like B, gates like x. State: [D, S].
+
+    Attributes:
+        rates: float32 [D, S], A.
+        skip: [D], how much of x each output has; None for none.
+    """
 
     def __init__(
         self,
@@ -209,7 +217,7 @@ class Mamba1(Scan):
             dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
         if delta_softplus:
             dt = functional.softplus(dt)
-        self._rates, self._skip = A, D
+        self.rates, self.skip = A, D
         self.inputs = tuple(value.transpose(1, 2) for value in (hidden_states, dt, B))
         self.reads = tuple(value.transpose(1, 2) for value in ((C,) if z is None else (C, z)))
 
@@ -229,11 +237,11 @@ class Mamba1(Scan):
         written = steps * times
         outputs = []
         for t in range(x.shape[1]):
-            kept = torch.exp(self._rates * times[:, t].unsqueeze(-1))
+            kept = torch.exp(self.rates * times[:, t].unsqueeze(-1))
             state = (state * kept).addcmul_(written[:, t].unsqueeze(-1), b[:, t].unsqueeze(1))
             output = torch.matmul(state.to(x.dtype), c[:, t].to(x.dtype).unsqueeze(-1)).squeeze(-1)
-            if self._skip is not None:
-                output = output + x[:, t] * self._skip
+            if self.skip is not None:
+                output = output + x[:, t] * self.skip
             if len(reads) > 1:
                 output = output * functional.silu(reads[1][:, t])
             outputs.append(output)
@@ -254,7 +262,12 @@ class Mamba1(Scan):
 
 
 class Mamba2(Scan):
-    """Inputs: x [B, T, H, P], final time steps [B, T, H], B [B, T, G, S]. Reads: C, shaped like B. State: [H, P, S]."""
+    """Inputs: x [B, T, H, P], final time steps [B, T, H], B [B, T, G, S]. Reads: C, shaped like B. State: [H, P, S].
+
+    Attributes:
+        rates: float32 [H], A.
+        skip: [H], how much of x each output has; None for none.
+    """
 
     def __init__(
         self,
@@ -279,7 +292,7 @@ class Mamba2(Scan):
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
             dt = functional.softplus(dt)
-        self._stock, self._rates, self._skip, self._chunk_size = stock, A, D, chunk_size
+        self._stock, self.rates, self.skip, self._chunk_size = stock, A, D, chunk_size
         self.inputs = (hidden_states, dt.clamp(*dt_limit), B)
         self.reads = (C,)
 
@@ -291,13 +304,13 @@ class Mamba2(Scan):
 
     def whole(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """By the modelling module's own function, in chunks."""
-        outputs, state = self._chunked(self._stock, inputs, reads[0], state, self._chunk_size, self._skip)
+        outputs, state = self._chunked(self._stock, inputs, reads[0], state, self._chunk_size, self.skip)
         return outputs, state
 
     def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """In one chunk, by transformers' own function: few tokens gain nothing from a kernel."""
         scan = inspect.unwrap(self._stock)
-        return self._chunked(scan, inputs, reads[0], state, inputs[0].shape[1], self._skip)
+        return self._chunked(scan, inputs, reads[0], state, inputs[0].shape[1], self.skip)
 
     def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
         """Time does not pass."""
@@ -319,6 +332,6 @@ class Mamba2(Scan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, dt, b = inputs
         outputs, state = scan(
-            x, dt, self._rates, b, c, chunk_size=chunk_size, D=skip, initial_states=state, return_final_states=True
+            x, dt, self.rates, b, c, chunk_size=chunk_size, D=skip, initial_states=state, return_final_states=True
         )
         return outputs, state

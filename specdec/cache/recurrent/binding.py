@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specdec.cache.recurrent.rescan import TensorShape
 from specdec.core.errors import ModelLoadError
-from specdec.kernels.conv import ConvShape
+from specdec.kernels.conv import Convolution, ConvShape
 from specdec.kernels.progress import StepProgress
 from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
 
@@ -153,8 +153,8 @@ class RecurrentLayer:
 class Mixer(Protocol):
     """Where the layers' tokens are mixed."""
 
-    def convolved(self, index: int, outputs: torch.Tensor) -> torch.Tensor:
-        """Of the outputs [1, C, M] of a layer's convolution, those of the step's tokens, [1, C, N]."""
+    def convolved(self, index: int, convolution: Convolution) -> torch.Tensor:
+        """What a layer's convolution gives for the step's tokens, [1, C, N]."""
         ...
 
     def scanned(self, index: int, scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,8 +197,14 @@ def _functions(module: nn.Module, mixer: Mixer, progress: StepProgress) -> Mappi
 def _convolution(
     stock: Callable[..., torch.Tensor], index: int, mixer: Mixer, progress: StepProgress
 ) -> Callable[..., torch.Tensor]:
-    def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
-        outputs = mixer.convolved(index, stock(*args, **kwargs))
+    def convolve(
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        outputs = mixer.convolved(index, Convolution(stock, inputs, weight, bias, activation, options))
         progress.advance(outputs.device)
         return outputs
 
@@ -242,11 +248,11 @@ class RecurrentProbe:
         self._convolutions[index] = ConvShape(inputs.shape[1], kernel_size, inputs.dtype, inputs.device)
         return inputs
 
-    def convolved(self, index: int, outputs: torch.Tensor) -> torch.Tensor:
-        """The outputs as they are."""
+    def convolved(self, index: int, convolution: Convolution) -> torch.Tensor:
+        """What it gives for what it was given."""
         if index not in self._convolutions:
             raise ModelLoadError(f"layer {index} has a convolution without a state")
-        return outputs
+        return convolution.run()
 
     def scanned(self, index: int, scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
         """The scan from a state of zeros."""

@@ -16,7 +16,8 @@ from specdec.cache.recurrent.binding import RecurrentLayer, ScanShape
 from specdec.cache.recurrent.rescan import Rescan
 from specdec.cache.recurrent.slots import SequenceState, StateSlots, Window
 from specdec.core.errors import InvalidParameterError
-from specdec.kernels.conv import ConvWindows
+from specdec.kernels.conv import Convolution, ConvWindows
+from specdec.kernels.recurrent import KeptStates, RecurrentKernels, StateTensors
 from specdec.kernels.recurrent_metadata import StateStep
 from specdec.kernels.scan import Scan
 
@@ -88,6 +89,11 @@ class ScanStates(Protocol):
     """What is kept of one scan for every slot."""
 
     @property
+    def kept(self) -> KeptStates:
+        """All of it, for kernels."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         ...
@@ -120,6 +126,7 @@ class StatePool:
         num_slots: Most sequences and branches at once.
         window: How far back they can go.
         make_states: What keeps the states of a scan.
+        kernels: What moves states in steps whose rows only the device knows.
     """
 
     def __init__(
@@ -128,12 +135,14 @@ class StatePool:
         num_slots: int,
         window: Window,
         make_states: Callable[[ScanShape, int, Window], ScanStates] = scan_states,
+        kernels: RecurrentKernels | None = None,
     ) -> None:
+        self.kernels = kernels
         self.window = window
         self.slots = StateSlots(num_slots)
         self.prefixes = PrefixStates(num_slots // 2)
         self._uncleared: set[int] = set()
-        self._step: StateStep | None = None
+        self._step: StateStep | StateTensors | None = None
         self._next_scan: dict[int, int] = {}
         num_kept = window.num_kept_tokens
         self._convolutions = {
@@ -213,31 +222,44 @@ class StatePool:
         """Free a state's slot."""
         self.slots.give_back(state)
 
-    def begin(self, step: StateStep) -> None:
-        """The step whose convolutions and scans come next; slots taken since the last one are cleared first."""
+    def clear_taken(self) -> None:
+        """Clear the slots that were taken since the last step; before the next one."""
         if self._uncleared:
             slots = sorted(self._uncleared)
             for states in self._states():
                 states.clear(slots)
             self._uncleared.clear()
+
+    def begin(self, step: StateStep | StateTensors) -> None:
+        """The step whose convolutions and scans come next."""
         self._step = step
         self._next_scan = dict.fromkeys(self._scans, 0)
 
     def extended(self, inputs: torch.Tensor, index: int, state_idx: int, kernel_size: int | None) -> torch.Tensor:
         """A convolution's inputs [1, C, N], each row's with those before it: [1, C, M]."""
         assert self._step is not None, "begin() comes first"
+        if isinstance(self._step, StateTensors):
+            return inputs  # the kernel finds those before them
         return self._convolutions[index].extend(inputs, self._step)
 
-    def convolved(self, index: int, outputs: torch.Tensor) -> torch.Tensor:
-        """The step's own of a convolution's outputs [1, C, M]: [1, C, N]."""
+    def convolved(self, index: int, convolution: Convolution) -> torch.Tensor:
+        """What a convolution gives for the step's tokens: [1, C, N]."""
         assert self._step is not None, "begin() comes first"
-        return self._convolutions[index].outputs(outputs, self._step)
+        windows = self._convolutions[index]
+        if isinstance(self._step, StateTensors):
+            assert self.kernels is not None
+            weight, bias, activation = convolution.weight, convolution.bias, convolution.activation
+            return self.kernels.convolve(convolution.inputs, windows.ring, weight, bias, activation, self._step)
+        return windows.outputs(convolution.run(), self._step)
 
     def scanned(self, index: int, scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
         """Scan every row from its own state, and keep what it takes to roll it back."""
         assert self._step is not None, "begin() comes first"
         states = self._scans[index][self._next_scan[index]]
         self._next_scan[index] += 1
+        if isinstance(self._step, StateTensors):
+            assert self.kernels is not None
+            return scan.result(self.kernels.scan(scan, states.kept, self._step))
         return scan.result(states.run(scan, self._step))
 
     def _take_slot(self) -> SequenceState | None:

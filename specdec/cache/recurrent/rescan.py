@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.kernels.recurrent import KeptStates
 from specdec.kernels.recurrent_metadata import ScanGroup, StateRow, StateStep
 from specdec.kernels.scan import Scan, Tensors
 
@@ -48,6 +49,9 @@ class Rescan:
         num_slots: Slots.
         num_tokens: The window; twice as many inputs are kept, so that its beginning moves now and then only.
         device: Of all of it; states are float32.
+
+    Attributes:
+        kept: All of it.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Rescan:
         self._inputs = [
             torch.zeros(num_slots, self._size, *shape, dtype=dtype, device=device) for shape, dtype in input_shapes
         ]
+        self.kept = KeptStates(self._first, self._last, self._inputs)
 
     @property
     def num_bytes(self) -> int:

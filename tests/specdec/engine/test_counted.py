@@ -23,12 +23,17 @@ from specdec.executor import staging
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Arrays, Record
+from specdec.kernels import recurrent
+from specdec.kernels.recurrent import KeptStates, StateTensors
 from specdec.kernels.sample import record_width
+from specdec.kernels.scan import Mamba1, Mamba2, Scan
+from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from tests.specdec.executor.test_derive import BREAKS
 from tests.specdec.executor.test_steps import META, Nothing, on
 from tests.specdec.models.families import VOCAB_SIZE
+from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
 from tests.specdec.operators import DeviceOnly
 
 ANY = Grammar("json_object", "")
@@ -44,6 +49,7 @@ FEATURES = {
 }
 
 
+EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_next")
 downloads: list[int | None] = []
 
 
@@ -56,6 +62,44 @@ class Kernels:
 
     def decide(self, logits: Tensor, step: Any, **options: Any) -> None:
         assert all(getattr(step, name).device == META for name in type(step).__slots__)
+
+
+class NoStates(types.ModuleType):
+    """Launches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("nothing_recurrent")
+        self.num_launched = 0
+
+    def convolve(
+        self, inputs: Tensor, ring: Tensor, weight: Tensor, bias: object, activation: object, at: StateTensors
+    ) -> Tensor:
+        self._note(at)
+        return inputs.clone()
+
+    def scan(self, scan: Scan, kept: KeptStates, at: StateTensors) -> Tensor:
+        self._note(at)
+        assert [value.shape[2:] for value in scan.inputs] == [pool.shape[2:] for pool in kept.inputs]
+        return scan.inputs[0 if isinstance(scan, Mamba1 | Mamba2) else 1].clone()
+
+    def _note(self, at: StateTensors) -> None:
+        assert all(getattr(at, name).device == META for name in type(at).__slots__)
+        self.num_launched += 1
+
+
+def recurrent_on_meta(family: str) -> LoadedModel:
+    loaded = prepare_model(make_recurrent(family), "tiny")
+    attention = tuple(replace(layer, device=META) for layer in loaded.attention_layers)
+    layers = tuple(
+        replace(
+            layer,
+            convolution=layer.convolution and replace(layer.convolution, device=META),
+            scans=tuple(replace(scan, device=META) for scan in layer.scans),
+        )
+        for layer in loaded.recurrent_layers
+    )
+    loaded.model.to(META)
+    return replace(loaded, device=META, attention_layers=attention, recurrent_layers=layers)
 
 
 class AllowsAll:
@@ -82,6 +126,8 @@ class AllowsAll:
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels launch nothing, records are not copied but counted, and say that all is finite."""
+    monkeypatch.setitem(recurrent._KERNELS, "nothing:Nothing", "nothing_recurrent")
+    monkeypatch.setitem(sys.modules, "nothing_recurrent", NoStates())
     module: Any = types.ModuleType("kernels")
     module.Nothing, module.TritonSampler = Nothing, Kernels
     monkeypatch.setitem(sys.modules, "nothing", module)
@@ -113,12 +159,13 @@ class Target:
     """A target on ``meta`` with sequences that decode."""
 
     def __init__(self, family: str, features: Sequence[str], num_rows: int, num_drafts: int, is_padded: bool) -> None:
-        loaded = on(META, family)
-        if family == "gpt_oss":  # experts are multiplied in groups by no other type
+        loaded = recurrent_on_meta(family) if family in RECURRENT else on(META, family)
+        if family in EXPERTS:  # experts are multiplied in groups by no other type
             loaded = replace(loaded, model=loaded.model.bfloat16(), dtype=torch.bfloat16)
-        runner = ModelRunner(loaded, num_blocks=300, block_size=16, kernel="nothing:Nothing")
+        runner = ModelRunner(loaded, num_blocks=300, block_size=16, kernel="nothing:Nothing", num_state_slots=num_rows)
         if is_padded:
             runner.record_graphs(ExecutorLimits(64, 512, 64, 7, num_extra_words=1 << 15))
+            assert not runner.graphs_failure
         sampler = Sampler(VOCAB_SIZE, on_kernels=True)
         sampler.matchers = AllowsAll()  # type: ignore[assignment]
         self.runner = runner
@@ -146,7 +193,7 @@ def counted(target: Target) -> DeviceOnly:
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen2_moe"])
 def test_a_whole_step_is_one_upload_and_one_download(family: str, is_padded: bool) -> None:
     """Where a step takes no block that another sequence had: such are cleared first, by their numbers."""
     for num_rows, num_drafts in (64, 0), (1, 3):
@@ -157,6 +204,23 @@ def test_a_whole_step_is_one_upload_and_one_download(family: str, is_padded: boo
             with counted(target) as seen:
                 target.step()
             assert (seen.num_uploads, len(downloads)) == (1, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "mamba2", "bamba", "falcon_mamba", "lfm2"])
+def test_a_whole_step_of_a_hybrid_is_one_upload_and_one_download(family: str) -> None:
+    """Whether its sequences go on or were cut back."""
+    for num_rows, num_drafts in (64, 0), (2, 3):
+        target = Target(family, [*FEATURES], num_rows, num_drafts, True)
+        kernels: Any = sys.modules["nothing_recurrent"]
+        target.step()
+        target.step()
+        for _ in range(2):
+            kernels.num_launched = 0
+            with counted(target) as seen:
+                target.step()
+            assert (seen.num_uploads, len(downloads)) == (1, 1)
+            layers = target.runner.loaded.recurrent_layers
+            assert kernels.num_launched == sum((x.convolution is not None) + len(x.scans) for x in layers)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -9,8 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from specdec.cache.recurrent.rescan import Rescan
+from specdec.kernels.recurrent import StateTensors
 from specdec.kernels.sample import SampleStep
+from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
+from specdec.kernels.triton import recurrent
 from specdec.kernels.triton.attention import TritonAttention, write_cache
 from specdec.kernels.triton.sample import TritonSampler
 from tests.thorough.kernels.compiling import compiled_for, examined
@@ -136,3 +140,41 @@ def test_sampling_spills_nothing_and_rounds_each_operation(capability: int) -> N
         print(capability, found)
         assert not found.spilled_bytes, found
         assert not found.contracted, found
+
+
+def recurrent_scan(kind: str) -> Scan:
+    """As many tokens as a step of drafts has, of the shapes of Qwen3-Next, Kimi Linear, Mamba-2 and Falcon-Mamba."""
+
+    def meta(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.empty(1, 64, *sizes, dtype=dtype, device=META)
+
+    if kind == "mamba1":
+        x, b, rates = meta(8192).transpose(1, 2), meta(16).transpose(1, 2), torch.empty(8192, 16, device=META)
+        return Mamba1(lambda: None, x, x, rates, b, b, D=rates[:, 0].contiguous(), z=x)
+    if kind == "mamba2":
+        rates = torch.empty(128, device=META)
+        return Mamba2(lambda: None, meta(128, 64), meta(128), rates, meta(8, 128), meta(8, 128), 256, D=rates)
+    decay = meta(32, dtype=FP32) if kind == "delta_rule" else meta(32, 128, dtype=FP32)
+    keys = [meta(16 if kind == "delta_rule" else 32, 128) for _ in range(2)]
+    return DeltaRule(lambda: None, *keys, meta(32, 128), decay, meta(32), use_qk_l2norm_in_kernel=True)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kind", ["delta_rule", "kimi", "mamba2", "mamba1"])
+def test_recurrent_layers_spill_nothing(kind: str, capability: int) -> None:
+    found = recurrent_scan(kind)
+    shapes = [(tuple(value.shape[2:]), value.dtype) for value in found.inputs]
+    states = Rescan(found.state_shape, shapes, 65, 18, META)
+    at = StateTensors(*(torch.empty(size, dtype=torch.int32, device=META) for size in [17] * 7 + [64] * 4))
+    inputs = torch.empty(1, 64, 8192, dtype=BF16, device=META).transpose(1, 2)
+    ring, weight = torch.empty(65, 39, 8192, dtype=BF16, device=META), torch.empty(8192, 4, dtype=BF16, device=META)
+    with compiled_for(capability) as kernels:
+        recurrent.scan(found, states.kept, at)
+        recurrent.convolve(inputs, ring, weight, weight[:, 0].contiguous(), "silu", at)
+    names = Counter(kernel.name for kernel in kernels)
+    assert names == {f"_{'delta_rule' if kind == 'kimi' else kind}": 1, "_convolve": 1, "_keep": 2}
+    for kernel in kernels:
+        compiled = examined(kernel, capability)
+        print(kind, capability, compiled)
+        assert not compiled.spilled_bytes, compiled
+        assert kernel.name == "_keep" or not compiled.contracted, compiled
