@@ -11,6 +11,8 @@ VLLM_READY := $(VLLM)/.ready-$(firstword $(shell cat pyproject.toml constraints.
 # Programs of others, which tests run against the service: their libraries stay apart from ours.
 CLIENTS := $(VENV)/clients
 LIBRARIES := $(VENV)/openai2 $(VENV)/openai3
+# Beside our torch and transformers, which it pins others of.
+SPECULATORS := $(VENV)/speculators
 CHECKOV := $(VENV)/checkov
 # What makes the site of docs/, the list of hashes, and a release: apart, too.
 SITE := $(VENV)/docs/.ready-$(firstword $(shell cat pyproject.toml | cksum))
@@ -96,7 +98,7 @@ test-image: $(DEV)
 		|| { echo "Install $$program first (Debian, Ubuntu: apt install $$program)" >&2; exit 1; }; done
 	@$(PYTEST) tests/image $(ARGS)
 
-test-clients: $(DEV) $(CLIENTS) $(LIBRARIES)
+test-clients: $(DEV) $(CLIENTS) $(LIBRARIES) $(SPECULATORS)
 	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
 	@$(PYTEST) tests/clients tests/integration/test_openai_client.py $(ARGS)
 
@@ -250,6 +252,13 @@ $(LIBRARIES): $(VENV)/%: tests/clients/%.txt
 	@echo "[setup] what $< lists"
 	@$(BIN)/python -m venv $@
 	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
+	@touch $@
+
+$(SPECULATORS): tests/clients/speculators.txt | $(SERVE)
+	@echo "[setup] speculators"
+	@$(BIN)/python -m venv $@
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --no-deps --ignore-installed --requirement $<
 	@touch $@
 
 $(SITE): pyproject.toml | $(SERVE)

@@ -424,7 +424,11 @@ class AppArgs(StrictModel):
         if others and others != self.draft.method and not self.has_draft:
             needs = f"draft.method: {self.draft.method} needs a draft model: give draft too, or say {others}"
             raise refused_key("draft.method", needs)
-        if self.draft.has_heads and self.draft.heads is None and (not self.is_demo or self.demo != "plain"):
+        if (
+            self.draft.has_heads
+            and self.draft.heads is None
+            and not (self.draft.takes_demo_heads and self.is_plain_demo)
+        ):
             raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
         if self.draft.has_heads and self.target.engine == "vllm":
             raise refused_key("draft.method", "draft.method: vLLM's engine takes no heads")
@@ -464,6 +468,11 @@ class AppArgs(StrictModel):
         """
         name = f"{model.__module__}:{model.__qualname__}"
         return model.model_validate(self.extensions.get(name, {}))
+
+    @property
+    def is_plain_demo(self) -> bool:
+        """Whether the target is the one that there are demo heads for."""
+        return self.is_demo and self.demo == "plain"
 
     @property
     def is_demo(self) -> bool:

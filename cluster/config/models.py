@@ -124,6 +124,8 @@ class TargetConfig(ModelConfig):
 
 METHODS = ("ngram", "model", *HEADS)
 """What drafts, in the order in which several are named; a drafter from outside the tree is named first."""
+DEMO_HEADS = next(iter(HEADS))
+"""The method of the heads that the demo target has."""
 IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:name``"""
 
@@ -144,6 +146,9 @@ def draft_method(value: Any) -> str:
         )
     if len([*others, *(part for part in known if part == "ngram")]) > 1:
         raise ValueError(f"must name one drafter from tokens, not {' and '.join([*others, *known])}")
+    of_heads = [part for part in known if part in HEADS]
+    if len(of_heads) > 1:
+        raise ValueError(f"must name one method of heads, not {' and '.join(of_heads)}")
     return "+".join([*others, *known])
 
 
@@ -199,6 +204,11 @@ class DraftConfig(ModelConfig):
         named = [part for part in self.methods if part in HEADS]
         outside = [part for part in self.methods if part not in METHODS] if self.heads is not None else []
         return next(iter(named or outside), None)
+
+    @property
+    def takes_demo_heads(self) -> bool:
+        """Whether the demo's heads are of the method."""
+        return self.head_method == DEMO_HEADS
 
     @property
     def has_heads(self) -> bool:

@@ -2,5 +2,8 @@
 
 from __future__ import annotations
 
-HEADS: dict[str, str] = {"medusa": "specdec.drafting.medusa.heads:load"}
+HEADS: dict[str, str] = {
+    "medusa": "specdec.drafting.medusa.heads:load",
+    "eagle3": "specdec.drafting.eagle3.heads:load",
+}
 """By the name in ``draft.method``, the function that loads heads, as :data:`specdec.drafting.heads.LoadHeads`."""

@@ -38,7 +38,7 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     (
         """config t --speculative-config '{"method": "eagle"}'""",
-        "--speculative-config: method must be one of draft_model, ngram, medusa",
+        "--speculative-config: method must be one of draft_model, ngram, medusa, eagle3",
     ),
     ("config t --lora-modules a", "--lora-modules: a must have the form NAME=PATH"),
     ("""config t --lora-modules '{"name": "a"}'""", "--lora-modules: an object must have name and path"),

@@ -26,7 +26,10 @@ ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 T, VLLM = {"target.model": "t"}, {"target.model": "t", "target.engine": "vllm"}
 PAIRED = {"draft.placement": "same_process"}
 NO_SWITCH, MANY = "true and false are not allowed", "a whole number, at least 1 and at most 1024"
-PROCESSORS, METHODS = "a list of import strings of the form 'package.module:name'", "must be model, ngram, medusa, or"
+PROCESSORS, METHODS = (
+    "a list of import strings of the form 'package.module:name'",
+    "must be model, ngram, medusa, eagle3, or",
+)
 FUNCTION = "must be 'package.module:name', or with arguments"
 ORIGINS, RESTART = "must be a list of origins such as https://example.org, or *", "cannot change without a restart"
 
@@ -123,6 +126,8 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"draft.method": "ngram", "draft.pool": "drafts"}, "draft", "method ngram has no draft model"),
     ({"draft.method": "ngram", "draft.kv_cache_memory": 0.5}, "draft", "method ngram has no draft model"),
     (T | {"draft.method": "medusa"}, "draft.heads", "name the target's heads"),
+    ({"draft.method": "eagle3"}, "draft.heads", "name the target's heads"),
+    ({"draft.method": "eagle3+medusa"}, "draft.method", "must name one method of heads, not medusa and eagle3"),
     ({"demo": "hybrid", "draft.method": "medusa"}, "draft.heads", "name the target's heads"),
     (
         T | {"draft.method": "model+medusa", "draft.heads": "h"},
