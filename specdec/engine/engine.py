@@ -353,6 +353,26 @@ class SpeculativeEngine:
         )
         return self._events(running, cancellation, raises=True)
 
+    def generate_specs(
+        self, sequences: Sequence[tuple[Sequence[int], SequenceSpec]], stop: Sequence[str] = ()
+    ) -> list[GenerationResult]:
+        """Generate sequences whose parameters are given whole, their seeds included, as a service's router gets them.
+
+        Args:
+            sequences: The prompt of each, as token ids, and its parameters, which are not checked.
+            stop: Strings that end a text.
+        """
+        started_s = time.perf_counter()
+        running = {
+            f"local-{next(self._names)}": RunningSequence(
+                index, list(prompt), spec, OutputText(self._tokenizer, list(prompt), spec, tuple(stop))
+            )
+            for index, (prompt, spec) in enumerate(sequences)
+        }
+        for _ in self._events(running, None):
+            pass
+        return [one.result(started_s) for one in running.values()]
+
     def _prepare(
         self,
         prompts: Sequence[Prompt],

@@ -216,6 +216,21 @@ class Sampler:
         best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
         return RankedTokens(chosen.long(), torch.where(best > -torch.inf, tokens, -1), best)
 
+    def scores(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+        """What the coupled rule's tokens are the largest of: logits over temperature with noise.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them; not changed.
+            groups: The sequences of the N rows, in order.
+
+        Returns:
+            float32 [N, V]: the logits with temperature 0; -inf for what cannot be chosen.
+        """
+        rows = self._laid_out(logits, groups)
+        if kernels := self.kernels(logits.device):
+            return kernels.score(logits, rows)[1]
+        return self._scores(logits, rows)
+
     def _scores(self, logits: Tensor, rows: Rows) -> Tensor:
         scores = self._edited(logits, rows)
         sampled = rows.using(_is_random)

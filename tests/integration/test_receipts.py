@@ -1,0 +1,77 @@
+"""Receipts of a running service: signed, replayed by it and without it, and audited; an edited one is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from cluster.cli import main
+from specdec.receipts.format import opened, sealed
+from specdec.receipts.signing import load_signing_key
+from tests.integration.running import RunningService
+from tests.specdec.receipts.answers import with_token
+
+PROMPT = "def read_lines(path):\n    with open"
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "receipts.pem"
+    key = Ed25519PrivateKey.generate()
+    file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def service(key_file: Path) -> Iterator[RunningService]:
+    running = RunningService("--receipts-key-file", str(key_file))
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def answer(service: RunningService) -> dict[str, Any]:
+    body: Any = {"receipt": True, "return_token_ids": True, "top_k": 50}
+    options: Any = {"max_tokens": 40, "seed": 4, "n": 2, "temperature": 0.8}
+    found = service.client().completions.create(model=service.model, prompt=PROMPT, extra_body=body, **options)
+    return found.model_dump()
+
+
+def test_the_service_replays_it_and_so_does_an_engine(
+    service: RunningService, answer: dict[str, Any], key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(answer))
+    keys = ("--receipts-key-file", str(key_file))
+    for where in (("--url", service.url), ()):
+        assert main(["replay", str(file), *where, *keys]) == 0
+        assert capsys.readouterr().out == f"same ({answer['id']}, signed)\n"
+
+
+def test_an_edited_token_is_found_by_both_and_by_the_audit(
+    service: RunningService, answer: dict[str, Any], key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receipt = opened(answer["receipt"]).receipt
+    own = receipt.choices[1].token_ids[9]
+    envelope, _ = sealed(with_token(receipt, 1, 9, (own + 1) % 4096), load_signing_key(key_file))
+    (tmp_path / "honest.json").write_text(json.dumps(answer))
+    (tmp_path / "edited.json").write_text(json.dumps(envelope))
+    keys = ("--receipts-key-file", str(key_file))
+    gaps = []
+    for where in (("--url", service.url), ()):
+        assert main(["replay", str(tmp_path / "edited.json"), *where, *keys]) == 1
+        said = capsys.readouterr().out
+        assert said.startswith(f"choice 1, token 9: the receipt has token {(own + 1) % 4096}, now token {own}, logits ")
+        gaps.append(float(said.split(" logits ")[1].split()[0]))
+    assert gaps[0] == pytest.approx(gaps[1], abs=1e-2)
+    assert main(["audit", str(tmp_path / "honest.json"), str(tmp_path / "edited.json"), "--json", *keys]) == 1
+    verdicts = sorted(
+        (json.loads(line) for line in capsys.readouterr().out.splitlines()), key=lambda one: one["status"]
+    )
+    assert [(one["status"], one["choice"], one["token"]) for one in verdicts] == [("flagged", 1, 9), ("ok", None, None)]
