@@ -106,6 +106,7 @@ class ModelFindings:
         num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
         admission: The check of its cached forward: see :class:`specdec.models.parity_check.AdmissionReport`; None where
             it was skipped.
+        step_s: Seconds of a step of one token, with nothing beside it.
         notes: What whoever runs it should know, a sentence each.
         defaults: What it sets for requests that do not say: see :class:`specdec.core.params.GenerationDefaults`.
         remark: What of its generation config is not honoured, if there is anything.
@@ -125,6 +126,7 @@ class ModelFindings:
     admission: dict[str, Any] | None
     defaults: dict[str, Any]
     remark: str | None
+    step_s: float
     notes: tuple[str, ...] = ()
     quantization: str = "none"
     comparison: dict[str, Any] | None = None
@@ -254,6 +256,7 @@ def _findings(
     built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
 ) -> ModelFindings:
     from specdec.models.quantization import own_quantization
+    from specdec.models.quantization_report import median_step_s
 
     own = own_quantization(built.loaded.model.config) or "none"
     return ModelFindings(
@@ -269,6 +272,7 @@ def _findings(
         notes=built.notes,
         defaults=asdict(built.loaded.generation_defaults),
         remark=built.loaded.generation_defaults.remark(built.loaded.name),
+        step_s=median_step_s(built.runner),
         quantization=own if source.quantization == "none" else source.quantization,
         comparison=None if source.quantization == "none" else _comparison(built, source, args, findings, progress),
     )
@@ -329,9 +333,17 @@ def report(findings: Findings) -> Iterator[str]:
     if findings.pair is not None:
         yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
         yield from (_line("", note) for note in findings.pair["notes"])
+        if findings.target is not None and findings.draft is not None:
+            yield _line("", steps_line(findings.draft.step_s / findings.target.step_s))
     yield from (_line("remark", remark) for remark in findings.remarks)
     yield from (_line("problem", problem) for problem in findings.problems)
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
+
+
+def steps_line(share: float) -> str:
+    """How the draft's step stands to the target's; both were timed with nothing beside them."""
+    slow = ": too slow to help: take a smaller draft, or a faster device" if share >= 1 else ""
+    return f"the draft's step takes {share:.2f} of the target's{slow}"
 
 
 def machine_lines(machine: Hardware) -> Iterator[str]:
@@ -371,6 +383,7 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
             yield _line("", branch_line(memory["num_state_slots"]))
     one = f"a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}"
     yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")
+    yield _line("", f"step: {1e3 * model.step_s:.1f} ms for one token")
     if admission is None:
         yield _line("", "admission check skipped")
     else:

@@ -1,4 +1,4 @@
-"""What quantization costs a model, and what it saves: against the same model as it was."""
+"""What a step of a model takes; what quantization costs it, and saves: against the same model as it was."""
 
 from __future__ import annotations
 
@@ -66,6 +66,13 @@ def compare(runner: ModelRunner, original: ModelRunner, seed: int = 0) -> Quanti
         step_s=statistics.median(steps_s),
         original_step_s=statistics.median(original_steps_s),
     )
+
+
+def median_step_s(runner: ModelRunner, seed: int = 0) -> float:
+    """Seconds of a step of one token, the median over half of a random text; its cache has room for that text."""
+    length = min(NUM_TOKENS, runner.loaded.max_model_len)
+    text = torch.randint(runner.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return statistics.median(_read(runner, text)[1])
 
 
 def _texts(runner: ModelRunner, seed: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import cluster.cli.doctor
-from cluster.cli.doctor import Findings, Gpu, Hardware, report
+from cluster.cli.doctor import Findings, Gpu, Hardware, report, steps_line
 from cluster.config.app import AppArgs
 from cluster.models.demos import demo_folder
 from specdec.core.errors import MemoryPlanError
@@ -89,3 +89,8 @@ def test_both_models_in_one_process_have_caches_for_as_many_tokens(
         ]
         assert sum(asked) == pytest.approx(1)
         assert lengths[0] == pytest.approx(lengths[1])
+
+
+def test_a_draft_whose_step_is_no_shorter_is_called_too_slow() -> None:
+    assert steps_line(0.2) == "the draft's step takes 0.20 of the target's"
+    assert "too slow to help: take a smaller draft" in steps_line(1.0)

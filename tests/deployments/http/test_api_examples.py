@@ -17,7 +17,8 @@ from deployments.http.service import ApiSettings
 
 from .engine_service import EngineService
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs/api.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "api.md").read_text()
 EXAMPLES = re.findall(r"^```bash\n(curl .*?)\n```\n\n```(json|text)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -65,6 +66,18 @@ async def test_the_answer_is_the_one_that_is_shown(
         assert contains(said[-1], wanted[-1]), answer
         texts = ["".join(choice["text"] for event in one for choice in event["choices"]) for one in (said, wanted)]
         assert texts[0] == texts[1]
+
+
+async def test_the_command_on_adapters_lacks_nothing_but_its_adapter(
+    service: EngineService, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (command,) = re.findall(r"^ {4}(curl .*)$", (DOCS / "adapters.md").read_text(), flags=re.MULTILINE)
+    path, body = request_of(command)
+    app = create_app(service, ApiSettings(unknown_fields="refuse"), tokenizer)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
+        answer = await http.post(path, json=body | {"model": "sql"})
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "'sql'" in answer.json()["error"]["message"]
 
 
 def test_every_example_of_the_page_is_sent() -> None:

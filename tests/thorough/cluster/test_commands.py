@@ -167,7 +167,9 @@ def test_doctor_says_it_in_words(capsys):
         "cores ",
         "placement ",
         "admission check passed",
+        " ms for one token",
         "fits together",
+        "the draft's step takes ",
         "verdict    can be served",
     ):
         assert words in text
