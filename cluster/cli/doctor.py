@@ -93,7 +93,7 @@ def this_machine() -> Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ModelFindings:
-    """What is known of a model that loads, fits into memory and passes its admission check.
+    """What is known of a model that loads, fits into memory and passes its parity check.
 
     Attributes:
         name: Hub id or folder.
@@ -368,7 +368,7 @@ def placement_lines(placement: Placement, *, has_draft: bool) -> Iterator[str]:
 
 
 def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
-    """One model: what it is, its memory, its admission check."""
+    """One model: what it is, its memory, its parity check."""
     memory, admission = model.memory, model.admission
     yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
     yield _line("", f"memory: {model.memory_line}")
@@ -385,9 +385,9 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")
     yield _line("", f"step: {1e3 * model.step_s:.1f} ms for one token")
     if admission is None:
-        yield _line("", "admission check skipped")
+        yield _line("", "parity check skipped")
     else:
-        passed = f"admission check passed in {admission['duration_s']:.2f} s"
+        passed = f"parity check passed in {admission['duration_s']:.2f} s"
         error = f"relative error {admission['relative_error']:.1e} (allowed {admission['tolerance']:g})"
         yield _line("", f"{passed}: {error} over {admission['num_tokens']} tokens")
     if model.quantization != "none":

@@ -166,7 +166,7 @@ def test_doctor_says_it_in_words(capsys):
         "torch ",
         "cores ",
         "placement ",
-        "admission check passed",
+        "parity check passed",
         " ms for one token",
         "fits together",
         "the draft's step takes ",

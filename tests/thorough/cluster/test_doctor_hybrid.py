@@ -27,7 +27,7 @@ def test_doctor_says_what_states_take(pair: tuple[str, ...], capsys: pytest.Capt
     text = capsys.readouterr().out
     for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 18 tokens,"):
         assert words in text
-    assert "admission check passed" in text
+    assert "parity check passed" in text
 
 
 def test_doctor_says_how_many_branches_of_a_recurrent_draft_fit(
@@ -72,4 +72,4 @@ def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys
 def test_the_check_can_be_skipped(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     memory = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB")
     assert main(["doctor", *pair, *memory, "--skip-parity-check"]) == 0
-    assert "admission check skipped" in capsys.readouterr().out
+    assert "parity check skipped" in capsys.readouterr().out
