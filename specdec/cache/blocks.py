@@ -335,6 +335,24 @@ class BlockPool:
             sequence.room, sequence.may_share_tail = self.block_size * min(map(len, sequence.tables)), False
         return True
 
+    def reserve_all(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> bool:
+        """Make room for so many positions of each of some sequences whose begun blocks are their own.
+
+        Returns:
+            False where the free blocks do not suffice for all: then none gets any. False, too, where a fork may use a
+            block that is begun.
+        """
+        short = [one for one in zip(sequences, lengths, strict=True) if one[1] > one[0].room or self._windowed]
+        if any(sequence.may_share_tail for sequence in sequences):
+            return False
+        for sequence, _ in short:
+            self._pass_by(sequence)
+        for i, group in enumerate(self.groups):
+            needed = [self.blocks_for(length) - len(sequence.tables[i]) for sequence, length in short]
+            if sum([number for number in needed if number > 0]) > group.num_free:
+                return False
+        return all(self.reserve(*one) for one in short)
+
     def fits(
         self,
         sequence: CachedSequence,
@@ -371,12 +389,15 @@ class BlockPool:
             raise ValueError(f"length must be in [0, {len(sequence.tokens)}], got {length}")
         if not self._reaches_back(sequence, length):
             length = 0
+        # A block that was full and verified is reserved again before it is written: see ``own_tail``.
+        is_verified = length < len(sequence.block_digests) * self.block_size
+        room = length if is_verified else self.block_size * self.blocks_for(length)
         if length < len(sequence.tokens):
             sequence.tokens.truncate(length)
             del sequence.block_digests[length // self.block_size :]
         num_blocks = self.blocks_for(length)
         sequence.num_sent = min(sequence.num_sent, num_blocks)
-        sequence.room = min(sequence.room, length)
+        sequence.room = min(sequence.room, room)
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if len(table) > num_blocks:
                 group.cut(table, num_blocks)

@@ -92,6 +92,13 @@ class KVCache(Protocol):
         """Make room for ``length`` tokens in all, taking it from nobody. False if there is none."""
         ...
 
+    def extend_all(self, keys: Sequence[str], lengths: Sequence[int]) -> bool:
+        """Make room for so many tokens of each of some sequences that hold all but their last, taking it from nobody.
+
+        False, with room for none, where there may not be enough.
+        """
+        ...
+
     def blocks(self, key: str, start: int, stop: int) -> Iterable[Hashable]:
         """Content hashes of the full blocks that positions [start, stop) lie in; none where none are shared."""
         ...
@@ -150,6 +157,29 @@ class Scheduler:
         self._begin_step()
         requests = requests[: min(self.max_num_seqs, self._budget)]
         return _Step(requests, cache, self._budget, self._max_decode_tokens).rows(self._num_steps)
+
+    def schedule_decoding(
+        self, keys: Sequence[str], lengths: Sequence[int], num_draft_tokens: int, cache: KVCache
+    ) -> bool:
+        """Choose all of a step in which each sequence lacks one token, if there is room for all of it.
+
+        Then it is what :meth:`schedule` would choose, and as much is allocated.
+
+        Args:
+            keys: In order of arrival; none twice.
+            lengths: Of each sequence with the token that it lacks and its draft.
+            num_draft_tokens: Of all drafts.
+            cache: As for :meth:`schedule`.
+
+        Returns:
+            False where there may not be room for everything: :meth:`schedule` has to choose.
+        """
+        budget = self._budget
+        is_whole = budget == self.max_num_batched_tokens and len(keys) <= self.max_num_seqs
+        if not is_whole or len(keys) + num_draft_tokens > budget or not cache.extend_all(keys, lengths):
+            return False
+        self._begin_step()
+        return True
 
     def halve(self, num_tokens: int, reason: str) -> bool:
         """A step of ``num_tokens`` tokens ran out of memory: the next ones have at most half as many, for a while.

@@ -154,6 +154,11 @@ class SequenceStates:
         """Make room for ``length`` tokens of a sequence in all, taking it from nobody."""
         return self._runner.reserve(self._sequences[key], length)
 
+    def extend_all(self, keys: Sequence[str], lengths: Sequence[int]) -> bool:
+        """Make room for so many tokens of each sequence, or for none: see :class:`specdec.engine.scheduler.KVCache`."""
+        sequences = self._sequences
+        return self._runner.pool.reserve_all([sequences[key] for key in keys], lengths)
+
     def blocks(self, key: str, start: int, stop: int) -> list[bytes]:
         """Digests of the full, committed blocks of a sequence that positions [start, stop) lie in."""
         wanted, sequence = self._wanted[key], self._sequences[key]
@@ -164,6 +169,10 @@ class SequenceStates:
         digests = list(sequence.block_digests)
         self._runner.pool.extend_digests(digests, wanted.salt, wanted.tokens, num_blocks)
         return digests[start // block_size : num_blocks]
+
+    def get(self, key: str) -> CachedSequence | None:
+        """What a key holds, if anything."""
+        return self._sequences.get(key)
 
     def sequence(self, key: str) -> CachedSequence:
         """What a key holds. Raises KeyError if that is nothing."""

@@ -127,6 +127,7 @@ class _Known:
         is_plain: Whether it has no grammar and no adapter, and does not ask for log probabilities of its prompt.
         log: What the cached tokens were read from; None before the first step.
         num_read: Up to where.
+        run: What was decided after that, in a step that decided.
     """
 
     spec: SequenceSpec
@@ -135,6 +136,7 @@ class _Known:
     is_plain: bool
     log: TokenLog | None = None
     num_read: int = 0
+    run: Tokens = ()
 
 
 _MOST_FORCED = 8
@@ -205,7 +207,7 @@ class ModelTarget(ModelBackend):
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.core.backends.TargetBackend.verify`."""
-        jobs = [with_allowed_draft(self._sampler, job) for job in jobs]
+        jobs = [job if job.spec.sampling.grammar is None else with_allowed_draft(self._sampler, job) for job in jobs]
         return self._in_parts(
             self._verify, jobs, waiting=_WAITING, suspect=lambda why: Verification(Status.SUSPECT, reason=why)
         )
@@ -229,14 +231,19 @@ class ModelTarget(ModelBackend):
         self._note_read(jobs, step)  # while the device decides
         decided, paths, is_finite = ([], {}, None) if decision is None else self._results(jobs, deciding, decision)
         spoilt = self._runner.spoilt_rows(is_finite)
-        for number, one in enumerate(step):
+        for one in step:
             results[one.place] = _PREFILLING
-            if number not in spoilt:
-                self._runner.keep_prefix(one.row.sequence, one.length)
-        for one, result in zip(deciding, decided, strict=True):
-            results[one.place] = result
-            if result.num_accepted < len(one.draft.tokens):
-                self._states.truncate(jobs[one.place].key, one.length + result.num_accepted)
+        self._runner.keep_prefixes(
+            [(row.sequence, length) for number, (_, row, _, length, *_) in enumerate(step) if number not in spoilt]
+        )
+        known_of, refused = self._known, list[tuple[str, int]]()
+        for (place, _, draft, length, *_), result in zip(deciding, decided, strict=True):
+            results[place], key = result, jobs[place].key
+            known_of[key].run = result.run
+            if result.num_accepted < len(draft.tokens):
+                refused.append((key, length + result.num_accepted))
+        for key, length in refused:
+            self._states.truncate(key, length)
         for one in (step[number] for number in spoilt):
             # A draft may overflow what the sequence's own tokens do not. It is released next either way.
             results[one.place] = Verification(Status.SUSPECT if one.draft.tokens else Status.FAILED, reason=NOT_FINITE)
@@ -276,6 +283,43 @@ class ModelTarget(ModelBackend):
 
     def _schedule(self, jobs: Sequence[VerifyJob]) -> list[_Row]:
         """What is forwarded in this step; jobs that wait for their grammar or their adapter are left out."""
+        step = self._schedule_decoding(jobs)
+        if step is None:
+            step = self._schedule_any(jobs)
+        self._step = {jobs[one.place].key: len(one.row.tokens) for one in step}
+        return step
+
+    def _schedule_decoding(self, jobs: Sequence[VerifyJob]) -> list[_Row] | None:
+        """A step in which every sequence goes on from what was decided in the step before, and all of it has room.
+
+        It is what :meth:`_schedule_any` gives, found with less for each row. None for any other step.
+        """
+        if self._runner.states is not None:
+            return None
+        most = sys.maxsize if self._max_draft is None else self._max_draft
+        known_of, sequence_of = self._known.get, self._states.get
+        step: list[_Row] = []
+        keys: list[str] = []
+        lengths: list[int] = []
+        for place, (key, log, tokens, spec, candidates, source, _, parents, *_) in enumerate(jobs):
+            known, sequence = known_of(key), sequence_of(key)
+            if known is None or sequence is None or known.log is not log or known.spec is not spec:
+                return None
+            new, count = log.tail(known.num_read), len(tokens)
+            if new != known.run or not new or not known.is_plain or parents or count > most:
+                return None
+            length = known.num_read + len(new)
+            if len(sequence.tokens.array) != length - 1:  # others have taken its room, or a step has failed
+                return None
+            draft = Draft(tokens, candidates[:count], source) if count else NO_DRAFT
+            step.append(_Row(place, RowInput(sequence, (new[-1], *tokens), 1 + count), draft, length, True, False))
+            keys.append(key)
+            lengths.append(length + count)
+        num_draft_tokens = sum([len(one.draft.tokens) for one in step])
+        return step if self._scheduler.schedule_decoding(keys, lengths, num_draft_tokens, self._states) else None
+
+    def _schedule_any(self, jobs: Sequence[VerifyJob]) -> list[_Row]:
+        """As :meth:`_schedule`, whatever sequences lack."""
         states, prompts = self._states, self._prompts
         states.begin_step()
         places: list[int] = []
@@ -299,7 +343,6 @@ class ModelTarget(ModelBackend):
         chosen = self._scheduler.schedule(requests, states)
         chosen = prompts.bounded(chosen, [jobs[i] for i in places], self._sampler.vocab_size)
         step = [self._row(jobs, places[row.request], row, drafts[row.request]) for row in chosen]
-        self._step = {jobs[one.place].key: len(one.row.tokens) for one in step}
         if any(one.row.adapter is not None for one in step):  # rows with the same adapter lie behind one another
             step.sort(key=lambda one: -1 if one.row.adapter is None else one.row.adapter)
         return step
@@ -353,21 +396,22 @@ class ModelTarget(ModelBackend):
 
     def _note_read(self, jobs: Sequence[VerifyJob], step: Sequence[_Row]) -> None:
         """Note what the step has read of each log."""
+        known_of = self._known
         for place, row, draft, length, *_ in step:
             job = jobs[place]
-            known = self._known[job.key]
-            num_read = len(row.sequence) - len(draft.tokens)
+            known = known_of[job.key]
+            num_read = len(row.sequence.tokens.array) - len(draft.tokens)
             if known.log is None:
                 if self._runner.no_speculation is not None and job.spec.num_speculative_tokens != 0:
                     self._num_fallbacks += 1
                 if length == job.spec.output_start:
                     self._num_cached[job.key] = len(row.sequence) - len(row.tokens)
-            known.log, known.num_read = job.log, num_read
+            known.log, known.num_read, known.run = job.log, num_read, ()
 
     def _decision(self, jobs: Sequence[VerifyJob], deciding: Sequence[_Row]) -> Decision:
         """The acceptance rule over all rows that have logits, in the order in which they are forwarded."""
         groups = [
-            RowGroup(jobs[place].spec, jobs[place].log.tokens, draft.tokens, parents=draft.parents)
+            RowGroup(jobs[place].spec, jobs[place].log.tokens, draft.tokens, None, draft.parents)
             for place, _, draft, *_ in deciding
         ]
         candidates = [one.draft.candidates for one in deciding]
@@ -392,23 +436,19 @@ class ModelTarget(ModelBackend):
             ]
         )
         results: list[Verification] = []
-        for one, result, group, reported in zip(deciding, verified, decision.groups, logprobs, strict=True):
-            job, num_drafted = jobs[one.place], len(one.draft.tokens)
-            if failures and id(group) in failures:
-                results.append(Verification(Status.FAILED, reason=reason_of(failures[id(group)])))
-                continue
-            results.append(
-                Verification(
-                    Status.DECIDED,
-                    result.run,
-                    result.num_accepted,
-                    num_drafted,
-                    reported,
-                    self._prompts.take(job) if one.reads_prompt else None,
-                    self._num_cached.pop(job.key, 0),
-                    num_drafted > 0 and job.source == "",
-                )
-            )
+        num_cached, decided = self._num_cached.pop, Status.DECIDED
+        for (place, _, draft, _, _, reads_prompt), (run, num_accepted, _), reported in zip(
+            deciding, verified, logprobs, strict=True
+        ):
+            job, num_drafted = jobs[place], len(draft.tokens)
+            prompt_logprobs, is_forced = None if not reads_prompt else self._prompts.take(job), False
+            if num_drafted:
+                is_forced = job.source == ""
+            known = num_cached(job.key, 0), is_forced
+            results.append(Verification(decided, run, num_accepted, num_drafted, reported, prompt_logprobs, *known))
+        for i, group in enumerate(decision.groups if failures else ()):
+            if id(group) in failures:
+                results[i] = Verification(Status.FAILED, reason=reason_of(failures[id(group)]))
         paths = {one.place: run.path for one, run in zip(deciding, verified, strict=True) if one.draft.parents}
         return results, paths, is_finite
 

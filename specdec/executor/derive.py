@@ -72,7 +72,7 @@ def lay_out(
     arrays: Arrays,
     padding_slot: int,
     *,
-    slots: Sequence[int],
+    slots: Sequence[int] | NDArray[np.int64],
     num_tokens: ArrayLike,
     num_drafts: ArrayLike,
     num_logits: ArrayLike,
@@ -118,7 +118,7 @@ def lay_out(
 def _check_rows(
     shape: StepShape,
     padding_slot: int,
-    slots: Sequence[int],
+    slots: Sequence[int] | NDArray[np.int64],
     num_ids: int,
     count: NDArray[Any],
     drafts: NDArray[Any],

@@ -236,6 +236,13 @@ class ModelRunner:
         if isinstance(self.states, StatePool) and sequence.state is not None:
             self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
 
+    def keep_prefixes(self, verified: Sequence[tuple[CachedSequence, int]]) -> None:
+        """:meth:`keep_prefix` of several sequences; most of them have no new full block."""
+        size, has_states = self.pool.block_size, self.states is not None
+        for sequence, length in verified:
+            if has_states or length // size > len(sequence.block_digests):
+                self.keep_prefix(sequence, length)
+
     def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
         """How many of the first ``num_blocks`` blocks of ``tokens`` :meth:`reuse_prefix` would find.
 
@@ -399,7 +406,7 @@ class ModelRunner:
         self._prepare_blocks()
         sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
         num_logits = int(own.num_logits.sum())
-        has_adapters = any(row.adapter is not None for row in rows)
+        has_adapters = self.loaded.adapters is not None and any(row.adapter is not None for row in rows)
         size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens, num_logits)
         states = self._state_rows(rows)
         if states:
@@ -623,11 +630,12 @@ class ModelRunner:
 
     def _lay_out(self, rows: Sequence[RowInput]) -> StepRows:
         """All rows' tokens behind one another, and their numbers."""
-        if not rows or len({id(row.sequence) for row in rows}) != len(rows):
+        if not rows or len({row.sequence for row in rows}) != len(rows):
             raise ValueError("rows must not be empty, nor hold a sequence twice")
-        counts, cached, logits, room = np.array(
-            [(len(new), len(sequence), num_logits, sequence.room) for sequence, new, num_logits, *_ in rows]
-        ).T
+        counts = np.array([len(row.tokens) for row in rows])
+        cached = np.array([len(row.sequence.tokens.array) for row in rows])
+        logits = np.array([row.num_logits for row in rows])
+        room = np.array([row.sequence.room for row in rows])
         is_wrong = (counts < 1) | (logits < 0) | (logits > counts)
         if is_wrong.any():
             row = int(is_wrong.argmax())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,18 @@ Tensors = Mapping[str, Tensor]
 
 def _aligned(num_words: int) -> int:
     return -(-num_words // _ALIGNMENT) * _ALIGNMENT
+
+
+_Shapes = list[tuple[np.dtype[Any], tuple[int, ...]]]
+"""Types and shapes of arrays."""
+
+
+def _places(shapes: _Shapes, start: int) -> Iterator[tuple[int, int, np.dtype[Any], tuple[int, ...]]]:
+    """First and last word of arrays that lie behind one another, with their types and shapes."""
+    for dtype, shape in shapes:
+        num_words = math.prod(shape) * dtype.itemsize // WORD_BYTES
+        yield start, start + num_words, dtype, shape
+        start += _aligned(num_words)
 
 
 def num_words_of(arrays: Sequence[NDArray[Any]]) -> int:
@@ -140,9 +152,20 @@ class _HostBuffer:
         self.words = torch.zeros(layout.num_words + num_extra_words, dtype=torch.int32, pin_memory=is_gpu)
         self.in_numpy = self.words.numpy()
         self.arrays = layout.arrays(self.in_numpy)
+        self._extra: tuple[_Shapes, list[NDArray[Any]]] = [], []
         # A blocking event puts the thread that waits to sleep, where others keep a core and the driver's lock busy.
         self._event = torch.cuda.Event(blocking=True) if is_gpu else None  # type: ignore[no-untyped-call]
         self._device = device
+
+    def extra(self, shapes: _Shapes, start: int) -> list[NDArray[Any]]:
+        """Views of arrays that lie behind one another from word ``start`` on, which is always the same."""
+        if self._extra[0] != shapes:
+            words = self.in_numpy
+            self._extra = (
+                shapes,
+                [words[at:to].view(dtype).reshape(shape) for at, to, dtype, shape in _places(shapes, start)],
+            )
+        return self._extra[1]
 
     def mark(self) -> None:
         """Note that the newest copy is in the device's queue."""
@@ -190,8 +213,9 @@ class Staging:
         self.tensors = layout.tensors(self.words)
         self._free = deque(_HostBuffer(layout, device, num_extra_words) for _ in range(depth))
         self._filling: _HostBuffer | None = None
-        self._extra_shapes: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
+        self._extra_shapes: _Shapes = []
         self._extra: list[Tensor] = []
+        self._extra_end = layout.num_words
 
     def begin(self) -> Arrays:
         """The next buffer's fields, to be filled. They hold what they held ``depth`` uploads ago.
@@ -221,24 +245,21 @@ class Staging:
             raise RuntimeError("begin comes before upload")
         end = self.layout.num_words
         shapes = [(values.dtype, values.shape) for values in extra]
-        is_as_before = shapes == self._extra_shapes  # steps that decode have the shapes of the step before
-        if extra and num_words_of(extra) > self.num_extra_words:
-            raise ValueError(f"extra must have {self.num_extra_words} words at most, got {num_words_of(extra)}")
-        tensors = self._extra if is_as_before else []
-        for values in extra:
-            num_words = values.nbytes // WORD_BYTES
-            if num_words:
-                buffer.in_numpy[end : end + num_words].view(values.dtype).reshape(values.shape)[...] = values
-            if not is_as_before:
-                of_values = self.words[end : end + num_words].view(_TORCH_TYPES[values.dtype]).view(values.shape)
-                tensors.append(of_values)
-            end += _aligned(num_words)
-        self._extra, self._extra_shapes = tensors, shapes
-        _copy(self.words, buffer.words, end if self.num_extra_words else None)
+        if shapes != self._extra_shapes:  # steps that decode have the shapes of the step before
+            num_words = num_words_of(extra)
+            if num_words > self.num_extra_words:
+                raise ValueError(f"extra must have {self.num_extra_words} words at most, got {num_words}")
+            self._extra_shapes, self._extra_end = shapes, end + num_words
+            self._extra = [
+                self.words[at:to].view(_TORCH_TYPES[dtype]).view(shape) for at, to, dtype, shape in _places(shapes, end)
+            ]
+        for to, values in zip(buffer.extra(shapes, end), extra, strict=True):
+            to[...] = values
+        _copy(self.words, buffer.words, self._extra_end if self.num_extra_words else None)
         buffer.mark()
         self._filling = None
         self._free.append(buffer)
-        return tensors
+        return self._extra
 
 
 class Record:

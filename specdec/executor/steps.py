@@ -129,14 +129,14 @@ class Steps:
         """The first half of :meth:`begin`."""
         num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
         self._make_room(sequences, rows, int(num_blocks.max()), num_words_of(extra))
-        slots = self._slots.all_of(sequences)
+        slots = np.array(self._slots.all_of(sequences))
         num_sent = np.array([sequence.num_sent for sequence in sequences])
         for row in np.flatnonzero(num_sent < num_blocks).tolist():
             sequence, first, needed = sequences[row], int(num_sent[row]), int(num_blocks[row])
             for group, table in enumerate(sequence.tables):
-                self._updates.set_blocks(group, slots[row], first, table[first:needed])
+                self._updates.set_blocks(group, int(slots[row]), first, table[first:needed])
             sequence.num_sent = needed
-        self._set_lengths(np.array(slots), rows)
+        self._set_lengths(slots, rows)
         has_room = num_words_of(extra) <= self.staging.num_extra_words
         sent = self._lay_out(slots, rows, extra if has_room else ())
         if tokens is not None:
@@ -175,10 +175,10 @@ class Steps:
     def upload_nothing(self) -> None:
         """Upload a step that is padding alone."""
         none = np.zeros(0, np.int64)
-        self._lay_out([], StepRows(none.astype(np.int32), none, none, none, {}))
+        self._lay_out(none, StepRows(none.astype(np.int32), none, none, none, {}))
 
     def _lay_out(
-        self, slots: Sequence[int], rows: StepRows, extra: Sequence[NDArray[Any]] = ()
+        self, slots: NDArray[np.int64], rows: StepRows, extra: Sequence[NDArray[Any]] = ()
     ) -> Sequence[torch.Tensor]:
         num_drafts = np.zeros(len(slots), np.int64)
         for row, parents in rows.parents.items():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.messages import Candidates
+from specdec.core.params import SequenceSpec
 from specdec.executor.staging import Field, Layout, Record, Staging, num_words_of
 from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width
 from specdec.sampling.edits import Editor, Edits, padded
 from specdec.sampling.logprobs import entries_of, logprob_numbers
-from specdec.sampling.parameters import LOGPROBS, NOISE, PENALTIES, REJECTION, TRUNCATION
+from specdec.sampling.parameters import BAD_WORDS, LOGPROBS, MIN_TOKENS, NOISE, PENALTIES, REJECTION, TRUNCATION
 from specdec.sampling.rows import LogprobReport, Rows, VerifiedRun
 from specdec.sampling.token_counts import Changes, TokenCounts
 
@@ -54,6 +56,28 @@ class LaidOut(NamedTuple):
     asking: list[int]
 
 
+class _Newest(NamedTuple):
+    """The newest step that was laid out by nothing but parameters, positions and drafts.
+
+    Attributes:
+        specs: Of its groups.
+        counts: Rows of each.
+        arrays: As in :class:`LaidOut`.
+        options: The same.
+        asking: The same.
+    """
+
+    specs: list[SequenceSpec]
+    counts: list[int]
+    arrays: list[NDArray[Any]]
+    options: dict[str, bool]
+    asking: list[int]
+
+    def is_like(self, rows: Rows, specs: Sequence[SequenceSpec]) -> bool:
+        """Whether a step has the same groups, and rows of each."""
+        return self.counts == rows.counts and all(map(is_, specs, self.specs))
+
+
 class StagedStep(NamedTuple):
     """What kernels are given of a step.
 
@@ -82,6 +106,8 @@ class KernelSampler:
         self._kernels: Any = None
         self._record: Record | None = None
         self._staging: Staging | None = None
+        self._newest: _Newest | None = None
+        self._staged: tuple[Sequence[Tensor], SampleStep] | None = None
 
     def sample(self, logits: Tensor, rows: Rows) -> Tensor:
         """The coupled rule's token for every row: int32 [N], overwritten by the next step.
@@ -138,6 +164,13 @@ class KernelSampler:
             rows: Its rows; groups with a grammar have their masks.
             candidates: Of each group, what its draft was drawn from under the rejection rule.
         """
+        specs = [group.spec for group in rows.groups]
+        is_plain = not any(group.mask is not None or group.parents for group in rows.groups)
+        newest = self._newest if is_plain else None
+        if newest is not None and newest.is_like(rows, specs):
+            by_row = newest.arrays[0].copy()
+            by_row[_POSITION], by_row[_DRAFT] = rows.position_array(), rows.drafts()
+            return LaidOut(rows, [by_row, *newest.arrays[1:]], newest.options, newest.asking)
         edits = self.editor.lay_out(rows)
         features = edits.features
         options = {
@@ -148,7 +181,10 @@ class KernelSampler:
         }
         asking = np.flatnonzero(edits.parameters["features"] & LOGPROBS) if features & LOGPROBS else _NOBODY
         arrays = [*_laid_out(rows, edits, candidates), asking, *edits.changes]
-        return LaidOut(rows, arrays, options, asking.tolist())
+        laid_out = LaidOut(rows, arrays, options, asking.tolist())
+        is_plain = is_plain and not features & (PENALTIES | MIN_TOKENS | BAD_WORDS | REJECTION)
+        self._newest = _Newest(specs, rows.counts, *laid_out[1:]) if is_plain else None
+        return laid_out
 
     def staged(self, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> StagedStep:
         """A step that is on the device, until the next one is; by a transfer of its own where none has brought it."""
@@ -158,7 +194,9 @@ class KernelSampler:
         *arrays, asking = sent[: -len(Changes._fields)]
         if laid_out.options["penalties"]:
             counts.apply(*sent[-len(Changes._fields) :])
-        return StagedStep(_on_device(arrays, counts), laid_out.options, asking)
+        if self._staged is None or self._staged[0] is not sent or self._staged[1].counts is not counts.counts:
+            self._staged = sent, _on_device(arrays, counts)
+        return StagedStep(self._staged[1], laid_out.options, asking)
 
     def _sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         num_words = num_words_of(arrays)
@@ -248,7 +286,12 @@ class Launched:
         arrays, groups = self.record.collect(), self.rows.groups
         width = arrays["decided"].shape[1] // 2 - 1
         decided = arrays["decided"][: len(groups)].tolist()
-        runs = [_run(record, width, bool(group.parents)) for record, group in zip(decided, groups, strict=True)]
+        runs = [
+            _run_down_tree(record, width)
+            if group.parents
+            else VerifiedRun(tuple(record[NUM_FIXED : NUM_FIXED + 1 + record[NUM_ACCEPTED]]), record[NUM_ACCEPTED])
+            for record, group in zip(decided, groups, strict=True)
+        ]
         reports: list[LogprobReport] = [None] * len(runs)
         if self.asking:
             reported = arrays["numbers"][: math.prod(self.numbers_shape)].reshape(self.numbers_shape)
@@ -258,13 +301,14 @@ class Launched:
         return runs, reports, arrays["flags"][: self.num_flags] != 0
 
 
-def _run(record: list[int], width: int, is_tree: bool) -> VerifiedRun:
+def _run_down_tree(record: list[int], width: int) -> VerifiedRun:
     count = record[NUM_ACCEPTED]
-    path = tuple(record[NUM_FIXED + width :][:count]) if is_tree else ()
+    path = tuple(record[NUM_FIXED + width :][:count])
     return VerifiedRun(tuple(record[NUM_FIXED : NUM_FIXED + count + 1]), count, path)
 
 
 _BY_ROW = ("sequence", "position", "draft", "parent", "grammar")
+_POSITION, _DRAFT = 1, 2
 _BY_GROUP = ("first", "count", "top_k", "slot", "allowed", "rejects")
 _FLOATS = ("temperature", "min_p")
 _ALONE = (

@@ -6,7 +6,6 @@ Large batches of logits in slices, so that what is computed of them takes bounde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -21,8 +20,7 @@ from specdec.core.tokens import TokenSequence, followed
 from specdec.core.types import TokenLogprobs, Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """The 1 + len(draft) consecutive rows of one sequence in a batch.
 
     Row 0 is the model's answer to ``tokens``, row 1 + i its answer to ``tokens`` and the draft tokens that end with
@@ -40,7 +38,7 @@ class RowGroup:
     spec: SequenceSpec
     tokens: TokenSequence
     draft: Tokens = ()
-    mask: Tensor | None = field(default=None, compare=False)
+    mask: Tensor | None = None
     parents: Tokens = ()
 
     @property
@@ -97,7 +95,7 @@ class Rows:
 
     def __init__(self, groups: Sequence[RowGroup]) -> None:
         self.groups = groups
-        self.counts = [1 + len(group.draft) for group in groups]
+        self.counts = [1 + len(draft) for _, _, draft, *_ in groups]
         *self.starts, self.num_rows = accumulate(self.counts, initial=0)
 
     def spread(self, values: ArrayLike) -> NDArray[Any]:
@@ -117,6 +115,8 @@ class Rows:
     def position_array(self) -> NDArray[np.int64]:
         """The same."""
         lengths = np.array([len(group.tokens) for group in self.groups], np.int64)
+        if self.num_rows == len(lengths):
+            return lengths
         positions: NDArray[np.int64] = self.spread(lengths) + self.offsets()
         return positions
 

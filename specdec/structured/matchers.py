@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -186,7 +185,7 @@ class Matchers:
             spec, start = group.spec, rows.starts[number] + number
             output = as_array(group.tokens[spec.output_start :])
             own = bitmask[start : start + rows.counts[number]]
-            masked[i] = replace(group, mask=own)
+            masked[i] = group._replace(mask=own)
             if _has_ended(output, spec.eos_token_ids):
                 own[:] = self._only(spec.eos_token_ids)
                 continue

@@ -104,6 +104,7 @@ class Simulator:
         acceptance: How likely a draft token is accepted.
         seed: Of acceptance.
         windows: Blocks for layers with each length of sliding window.
+        is_quick: Whether steps in which all decode are chosen as a whole, where they can be.
     """
 
     def __init__(
@@ -114,11 +115,13 @@ class Simulator:
         acceptance: float = 0.0,
         seed: int = 0,
         windows: dict[int, int] | None = None,
+        is_quick: bool = False,
     ) -> None:
         runner = Pool(num_blocks, block_size, windows or {})
         self.scheduler, self.pool, self.sequences = scheduler, runner.pool, list[Running]()
         self.states = SequenceStates(cast(ModelRunner, runner))
         self.now_s, self._acceptance, self._random = 0.0, acceptance, random.Random(seed)
+        self._is_quick, self.num_quick = is_quick, 0
 
     def run(self, traffic: Sequence[Arrival]) -> Iterator[Step]:
         ordered = sorted(traffic, key=lambda arrival: arrival.arrival_s)
@@ -145,7 +148,9 @@ class Simulator:
             num_held = self.states.want(s.key, s.tokens, 0, b"", (False, s.arrival.arrival_s, s.key.zfill(9)))
             num_drafted = min(s.arrival.num_draft_tokens, s.num_left - 1)
             requests.append(Request(s.key, len(s.tokens), num_drafted, num_computed_tokens=num_held))
-        rows = self.scheduler.schedule(requests, self.states)
+        rows = self._whole(requests)
+        if not rows:
+            rows = self.scheduler.schedule(requests, self.states)
         num_keys = 0
         for row in rows:
             s = active[row.request]
@@ -163,6 +168,17 @@ class Simulator:
                 self._decide(s, row.num_draft_tokens)
                 step.decided.append(int(s.key))
         return Step(step.rows, step.numbers, step.decided, self.now_s)
+
+    def _whole(self, requests: Sequence[Request]) -> list[ScheduledRow]:
+        """A row for each request, if all decode and the step is chosen as a whole."""
+        if not self._is_quick or any(r.num_computed_tokens != r.num_tokens - 1 or r.num_tokens == 1 for r in requests):
+            return []
+        keys, lengths = [r.key for r in requests], [r.num_tokens + r.num_draft_tokens for r in requests]
+        num_draft_tokens = sum(r.num_draft_tokens for r in requests)
+        if not self.scheduler.schedule_decoding(keys, lengths, num_draft_tokens, self.states):
+            return []
+        self.num_quick += 1
+        return [ScheduledRow(i, r.num_computed_tokens, 1, r.num_draft_tokens) for i, r in enumerate(requests)]
 
     def _decide(self, s: Running, num_draft_tokens: int) -> None:
         count = 1

@@ -120,7 +120,7 @@ class AllowsAll:
         words = -(-VOCAB_SIZE // 32)
         masks = [torch.full((1 + len(group.draft), words), -1, dtype=torch.int32) for group in groups]
         has = [group.spec.sampling.grammar is not None for group in groups]
-        return [replace(g, mask=m) if h else g for g, m, h in zip(groups, masks, has, strict=True)], {}
+        return [g._replace(mask=m) if h else g for g, m, h in zip(groups, masks, has, strict=True)], {}
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,42 @@ def test_limits_hold_nobody_starves_and_blocks_are_conserved(
     assert world.pool.num_in_use == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=12),
+    BUDGETS,
+    st.integers(1, 12),
+    st.integers(20, 60),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_a_step_in_which_all_decode_is_chosen_as_a_whole_like_any_other(
+    traffic: list[Arrival], budget: int, max_num_seqs: int, num_blocks: int, has_windows: bool, acceptance: float
+) -> None:
+    """So are all steps after it: neither takes more room than the other."""
+    windows = {8: num_blocks} if has_windows else {}
+    worlds = [
+        Simulator(Scheduler(budget, max_num_seqs), num_blocks, BLOCK_SIZE, acceptance, 0, windows, is_quick)
+        for is_quick in (False, True)
+    ]
+    for general, quick in zip(*(world.run(traffic) for world in worlds), strict=True):
+        assert general == quick
+        assert worlds[0].pool.num_free == worlds[1].pool.num_free
+    assert worlds[0].states.num_evictions == worlds[1].states.num_evictions
+
+
+def test_sequences_that_decode_are_chosen_as_a_whole_where_all_drafts_have_room() -> None:
+    traffic = [Arrival(0.0, (i,) * 4, 9, num_draft_tokens=2) for i in range(4)]
+    counts = []
+    for budget in 16, 11:
+        world = Simulator(Scheduler(budget, 4), 40, BLOCK_SIZE, is_quick=True)
+        for _ in world.run(traffic):
+            pass
+        counts.append(world.num_quick)
+    assert counts[0] == 8, "all but the step that reads the prompts"
+    assert 0 < counts[1] < 8, "tokens for all drafts only near the end"
+
+
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40), st.integers(0, 9))
 def test_drafts_get_even_shares_and_what_a_short_one_leaves(wanted: list[int], total: int, turn: int) -> None:
     given_ = shares(wanted, total, turn)

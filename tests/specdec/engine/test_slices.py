@@ -1,7 +1,5 @@
 """Many rows are sampled slice by slice: the same tokens and log probabilities, in bounded memory."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -49,7 +47,7 @@ def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, m
     logits = 3 * torch.randn(Rows(groups).num_rows, VOCAB, generator=generator)
     drawn = [tuple(Candidates((token, 0), (0.7, 0.3)) for token in group.draft) for group in groups]
     for i in (9, 12) if with_tree else ():
-        groups[i] = replace(groups[i], parents=(-1, -1, 0, 1)[: len(groups[i].draft)])
+        groups[i] = groups[i]._replace(parents=(-1, -1, 0, 1)[: len(groups[i].draft)])
 
     def decided() -> tuple[object, ...]:
         sampler = Sampler(VOCAB)

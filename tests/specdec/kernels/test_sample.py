@@ -50,7 +50,7 @@ def drafts_that_stand(groups: list[RowGroup], logits: torch.Tensor, rng: random.
             if rng.random() < 0.8:
                 draft = list(groups[number].draft)
                 draft[node] = token
-                groups[number] = replace(groups[number], draft=tuple(draft))
+                groups[number] = groups[number]._replace(draft=tuple(draft))
         at += 1 + len(group.draft)
     return groups
 
@@ -97,7 +97,7 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
 def test_what_none_uses_can_be_left_out() -> None:
     params = SamplingParams(temperature=0.0)
     groups = random_groups(random.Random(3), VOCAB, 3)
-    groups = [replace(group, spec=replace(group.spec, sampling=params), mask=None) for group in groups]
+    groups = [group._replace(spec=replace(group.spec, sampling=params), mask=None) for group in groups]
     num_rows = sum(1 + len(group.draft) for group in groups)
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)).round()
     step = step_of(groups, VOCAB)
@@ -113,7 +113,7 @@ def test_what_none_uses_can_be_left_out() -> None:
 @interpreted
 def test_rows_that_are_not_finite_are_told(broken: float) -> None:
     groups = random_groups(random.Random(3), VOCAB, 3)
-    groups = [replace(group, mask=None, draft=()) for group in groups]
+    groups = [group._replace(mask=None, draft=()) for group in groups]
     logits = torch.randn(3, VOCAB)
     logits[1, 70] = broken
     _, records = decided(logits, step_of(groups, VOCAB))
@@ -165,8 +165,7 @@ def test_kernel_truncates_as_the_reference() -> None:
     values = [(rng.choice([0, 1, 7, 40, 99, 100]), rng.choice([1.0, 0.05, 0.9, 0.99])) for _ in range(8)]
     groups = [random_groups(rng, VOCAB, 1, temperature=1.0)[0] for _ in values]
     groups = [
-        replace(
-            group,
+        group._replace(
             draft=(),
             mask=None,
             spec=replace(group.spec, sampling=SamplingParams(top_k=k, top_p=p, min_p=rng.choice([0, 0.01]))),
@@ -189,10 +188,9 @@ def test_kernel_truncates_as_the_reference() -> None:
 def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> None:
     rng, generator = random.Random(11 + trees), torch.Generator().manual_seed(11)
     groups = random_groups(rng, VOCAB, 10, trees, acceptance="rejection", temperature=1.0)
-    groups[0] = replace(
-        groups[0], spec=replace(groups[0].spec, sampling=SamplingParams(temperature=0.0, acceptance="rejection"))
-    )
-    groups[1] = replace(groups[1], spec=replace(groups[1].spec, sampling=SamplingParams()))
+    greedy = SamplingParams(temperature=0.0, acceptance="rejection")
+    groups[0] = groups[0]._replace(spec=replace(groups[0].spec, sampling=greedy))
+    groups[1] = groups[1]._replace(spec=replace(groups[1].spec, sampling=SamplingParams()))
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB, generator=generator) * 2
     sampler, drawn, at = Sampler(VOCAB), [], 0
     for number, group in enumerate(groups):
@@ -206,7 +204,7 @@ def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> Non
             weights = best.values.softmax(0)
             draft[node] = int(best.indices[rng.choices(range(4), weights.tolist())[0]]) if rng.random() < 0.9 else 0
             drawn[-1] += (Candidates(tuple(best.indices.tolist()), tuple(weights.tolist())),)
-        groups[number] = replace(group, draft=tuple(draft))
+        groups[number] = group._replace(draft=tuple(draft))
         at += 1 + len(draft)
     _, records = decided(logits, step_of(groups, VOCAB, drawn))
     whole = [one for of_group in drawn for one in of_group]
@@ -231,7 +229,7 @@ def test_steps_that_kernels_decide_are_those_that_torch_decides() -> None:
     logs, num_accepted = [list(group.tokens) for group in groups], 0
     for step in range(4):
         new = random_groups(rng, VOCAB, len(specs), trees=step % 2 > 0)
-        groups = [replace(one, spec=spec, tokens=log) for one, spec, log in zip(new, specs, logs, strict=True)]
+        groups = [one._replace(spec=spec, tokens=log) for one, spec, log in zip(new, specs, logs, strict=True)]
         groups = groups[step % 2 :]
         logits = torch.randn(sum(1 + len(one.draft) for one in groups), VOCAB + 3, generator=generator) * 3
         groups, flags = drafts_that_stand(groups, logits, rng), torch.tensor([True, False, True])
@@ -255,7 +253,7 @@ def test_a_step_waits_once_for_one_copy_each_way() -> None:
 
     groups = random_groups(random.Random(3), VOCAB, 4, trees=True)
     params = [replace(group.spec.sampling, logprobs=2, frequency_penalty=0.5) for group in groups]
-    groups = [replace(g, spec=replace(g.spec, sampling=one)) for g, one in zip(groups, params, strict=True)]
+    groups = [g._replace(spec=replace(g.spec, sampling=one)) for g, one in zip(groups, params, strict=True)]
     sampler, flags = Sampler(VOCAB, on_kernels=True), torch.ones(9, dtype=torch.bool)
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB)
     decide(sampler, logits, groups, [()] * len(groups), flags)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -101,7 +100,7 @@ def test_penalties_of_each_row_count_the_drafts_before_it(feature: str) -> None:
     expected = [edited_row(row, *context) for row, context in zip(logits.tolist(), contexts, strict=True)]
     probs = Sampler(VOCAB).probs(logits, groups)
     torch.testing.assert_close(probs, torch.tensor(expected).softmax(1))
-    without_drafts = Sampler(VOCAB).probs(logits[2:3], [replace(groups[0], draft=())])[0]
+    without_drafts = Sampler(VOCAB).probs(logits[2:3], [groups[0]._replace(draft=())])[0]
     assert not torch.allclose(probs[2], without_drafts)
 
 
@@ -126,7 +125,7 @@ def test_padding_columns_are_never_chosen_and_change_nothing() -> None:
     sampler = Sampler(VOCAB)
     assert torch.equal(sampler.sample(padded, groups), sampler.sample(logits, groups))
     assert torch.equal(sampler.probs(padded, groups), sampler.probs(logits, groups))
-    asking = [replace(group, spec=make_spec(SamplingParams(logprobs=2))) for group in groups]
+    asking = [group._replace(spec=make_spec(SamplingParams(logprobs=2))) for group in groups]
     runs = [VerifiedRun((1,), 0)] * 20
     assert sampler.logprobs(padded, asking, runs) == sampler.logprobs(logits, asking, runs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -144,7 +143,7 @@ def test_a_tree_of_one_path_is_decided_as_a_chain_is_by_the_same_numbers() -> No
     rows = torch.cat([target[[group.tokens[-1], *group.draft]] for group in groups]).softmax(1)
     drawn_from = torch.tensor(ids), torch.tensor(probs)
     as_chains = verify_rejection(rows, groups, *drawn_from)
-    trees = [replace(group, parents=(-1, 0, 1)) for group in groups]
+    trees = [group._replace(parents=(-1, 0, 1)) for group in groups]
     as_trees = verify_rejection(rows, trees, *drawn_from)
     assert [run[:2] for run in as_trees] == [run[:2] for run in as_chains]
     assert len({run.num_accepted for run in as_trees}) == 4
