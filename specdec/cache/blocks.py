@@ -385,19 +385,21 @@ class BlockPool:
         A sequence is cut to 0 where a window group no longer has what the query at ``length`` reads: look at its length
         afterwards.
         """
-        if not 0 <= length <= len(sequence.tokens):
-            raise ValueError(f"length must be in [0, {len(sequence.tokens)}], got {length}")
-        if not self._reaches_back(sequence, length):
+        num_tokens, size = len(sequence.tokens.array), self.block_size
+        if not 0 <= length <= num_tokens:
+            raise ValueError(f"length must be in [0, {num_tokens}], got {length}")
+        if self._windowed and not self._reaches_back(sequence, length):
             length = 0
         # A block that was full and verified is reserved again before it is written: see ``own_tail``.
-        is_verified = length < len(sequence.block_digests) * self.block_size
-        room = length if is_verified else self.block_size * self.blocks_for(length)
-        if length < len(sequence.tokens):
+        num_blocks = -(-length // size)
+        room = length if length < len(sequence.block_digests) * size else num_blocks * size
+        if length < num_tokens:
             sequence.tokens.truncate(length)
-            del sequence.block_digests[length // self.block_size :]
-        num_blocks = self.blocks_for(length)
-        sequence.num_sent = min(sequence.num_sent, num_blocks)
-        sequence.room = min(sequence.room, room)
+            del sequence.block_digests[length // size :]
+        if sequence.num_sent > num_blocks:
+            sequence.num_sent = num_blocks
+        if sequence.room > room:
+            sequence.room = room
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if len(table) > num_blocks:
                 group.cut(table, num_blocks)

@@ -81,6 +81,9 @@ class TokenLog:
 
     def tail(self, start: int, stop: int | None = None) -> Tokens:
         """Tokens [start, stop) as a tuple; for short pieces."""
+        own, num_before = self._part
+        if stop is None and start >= num_before:
+            return tuple(own.array[start - num_before :].tolist())
         return tuple(self.array(start, stop).tolist())
 
     def prefix_hash(self, length: int | None = None) -> PrefixHash:

@@ -138,13 +138,16 @@ class TokenBuffer:
         Raises:
             OverflowError: One of them does not fit into 32 bits; nothing is appended.
         """
-        new = tokens if isinstance(tokens, list | tuple) else as_array(tokens)
+        new = tokens if isinstance(tokens, (list, tuple)) else as_array(tokens)
         start = len(self.array)
         end = start + len(new)
         if end > len(self._items):
             self._room(end + end // 8 + 16)
             self._items[:start] = self.array
-        self._items[start:end] = new
+        if end == start + 1:  # as in every step; numpy is ten times as fast by number
+            self._items[start] = new[0]
+        else:
+            self._items[start:end] = new
         self.array = self._readable[:end]
 
     def truncate(self, length: int) -> None:

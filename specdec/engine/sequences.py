@@ -235,7 +235,7 @@ class SequenceStates:
         """Keep the first ``length`` cached tokens of a sequence; fewer where its state does not reach back so far."""
         sequence = self._sequences[key]
         self._runner.truncate(sequence, length)
-        self.num_reread_tokens += max(0, length - len(sequence))
+        self.num_reread_tokens += max(0, length - len(sequence.tokens.array))
 
     def keep_paths(self, paths: Sequence[tuple[str, int, Sequence[int]]]) -> None:
         """Keep one path of each tree that was cached (key, start, path): see :meth:`ModelRunner.keep_paths`."""

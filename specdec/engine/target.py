@@ -231,11 +231,10 @@ class ModelTarget(ModelBackend):
         self._note_read(jobs, step)  # while the device decides
         decided, paths, is_finite = ([], {}, None) if decision is None else self._results(jobs, deciding, decision)
         spoilt = self._runner.spoilt_rows(is_finite)
-        for one in step:
-            results[one.place] = _PREFILLING
-        self._runner.keep_prefixes(
-            [(row.sequence, length) for number, (_, row, _, length, *_) in enumerate(step) if number not in spoilt]
-        )
+        sound = step if not spoilt else [one for number, one in enumerate(step) if number not in spoilt]
+        self._runner.keep_prefixes([(row.sequence, length) for _, row, _, length, *_ in sound])
+        for place, *_ in step if len(deciding) < len(step) else ():
+            results[place] = _PREFILLING
         known_of, refused = self._known, list[tuple[str, int]]()
         for (place, _, draft, length, *_), result in zip(deciding, decided, strict=True):
             results[place], key = result, jobs[place].key

@@ -314,9 +314,10 @@ class ModelRunner:
         if sequence.state is not None and length < sequence.state.oldest:
             length = 0
         self.pool.truncate(sequence, length)
-        if not sequence.tokens:
-            self._steps.release(sequence)
-        if self.states is not None and sequence.state is not None and not sequence.tokens:
+        if len(sequence.tokens.array):
+            return
+        self._steps.release(sequence)
+        if self.states is not None and sequence.state is not None:
             self.states.give_back(sequence.state)
             sequence.state = None
 

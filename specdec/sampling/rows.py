@@ -216,6 +216,9 @@ def row_slices(counts: Sequence[int], vocab_size: int) -> Iterator[tuple[slice, 
         Numbers of the groups, and of their rows.
     """
     most = max_slice_rows(vocab_size)
+    if (num_rows := sum(counts)) <= most:
+        yield slice(0, len(counts)), slice(0, num_rows)
+        return
     group = row = num_rows = 0
     for number, count in enumerate(counts):
         if num_rows and num_rows + count > most:
