@@ -21,6 +21,7 @@ from specdec.engine.chained import ChainRow, draw_chained
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.staging import Downloads
 from specdec.sampling.acceptance import Drawn, propose
 from specdec.sampling.pipeline import RowGroup, Sampler
 
@@ -178,6 +179,7 @@ class ModelDrafter(ModelBackend):
         self._mask = [] if mask_token_id is None else [mask_token_id]
         self._num_step_tokens = num_step_tokens if self._mask else 1
         self._num_chained_passes = 1 if self._mask or mapper is not None else num_chained_passes
+        self._downloads = Downloads(runner.output_device)
         self._num_chained: dict[str, int] = {}  # tokens of each row of the step that is scheduled
 
     def metrics(self) -> dict[str, float]:
@@ -215,9 +217,12 @@ class ModelDrafter(ModelBackend):
         placed = self._schedule(jobs, results)
         if not placed:
             return results
-        logits = self._runner.forward([row for _, _, row in placed])
-        chains = self._chains(placed)
-        chained = draw_chained(self._runner, self._sampler, logits, chains) if chains else None
+        step, chains = [row for _, _, row in placed], self._chains(placed)
+        logits, chained = torch.empty(0), None
+        if chains:
+            chained = draw_chained(self._runner, self._sampler, step, chains, self._downloads)
+        else:
+            logits = self._runner.forward(step)
         spoilt = frozenset(self._runner.spoilt_rows()) if chained is None else chained.spoilt_rows
         deciding: list[_Deciding] = []
         num_logits = 0
@@ -244,8 +249,8 @@ class ModelDrafter(ModelBackend):
         return results
 
     def _chains(self, placed: Sequence[tuple[int, DraftJob, RowInput]]) -> list[ChainRow]:
-        """The rows that draw, where they get several tokens in this step; they come first."""
-        if max(self._num_chained.values(), default=1) == 1:
+        """The rows that draw, where all of them do so under the coupled rule; they come first."""
+        if not self._num_chained:
             return []
         return [
             ChainRow(row.sequence, job.spec, job.tokens, self._num_chained[job.key], job.num_guesses, row.adapter)
@@ -257,16 +262,26 @@ class ModelDrafter(ModelBackend):
         """How many tokens each row that draws gets in this step, with room made for all but the last.
 
         Several only where all of them can get several: a row that gets one would have to wait for the others' passes.
+        None where they are drawn once the logits are there.
         """
         jobs = [job for _, job, row in placed if row.num_logits]
-        if self._num_chained_passes == 1 or not all(self._can_chain(job.spec.sampling) for job in jobs):
+        num_passes = self._num_chained_passes
+        if not all(self._can_chain(job.spec.sampling) for job in jobs):
+            num_passes = 1
+        if num_passes == 1 and not self._is_laid_out_before([job.spec.sampling for job in jobs]):
             return {}
         counts = {}
         for job in jobs:
-            count = min(job.num_tokens, self._num_chained_passes, self._max_model_len + 1 - len(job.tokens))
+            count = min(job.num_tokens, num_passes, self._max_model_len + 1 - len(job.tokens))
             has_room = count > 1 and self._states.extend(job.key, len(job.tokens) + count - 1)
             counts[job.key] = count if has_room else 1
         return counts
+
+    def _is_laid_out_before(self, params: Sequence[SamplingParams]) -> bool:
+        """Whether kernels draw a token for each row, none of which fails: what they need then travels with the pass."""
+        if self._mask or self._mapper is not None or self._sampler.kernels(self._runner.output_device) is None:
+            return False
+        return all(one.acceptance == "coupled" and one.grammar is None for one in params)
 
     def _can_chain(self, params: SamplingParams) -> bool:
         return params.acceptance == "coupled" and not self._sampler.depends_on_tokens(params)

@@ -391,7 +391,7 @@ class ModelRunner:
         return (
             logits
             if flags.device.type == "cpu" and flags.all()
-            else logits.where(flags.to(logits.device).unsqueeze(1), 0.0)
+            else logits.masked_fill(~flags.to(logits.device).unsqueeze(1), 0.0)
         )
 
     def _note_finite(self, own: StepRows, tokens: torch.Tensor, logits: torch.Tensor) -> None:

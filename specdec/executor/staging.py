@@ -262,6 +262,38 @@ class Staging:
         return self._extra
 
 
+class Downloads:
+    """Brings tensors of any shapes to the host in one copy, for which the thread sleeps. Memory grows by doubling.
+
+    Args:
+        device: Where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._record: Record | None = None
+
+    def bring(self, tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+        """Wait for tensors.
+
+        Args:
+            tensors: Whose numbers float64 holds: ids, flags, float32.
+
+        Returns:
+            Each as float64, in its shape.
+        """
+        sizes = [tensor.numel() for tensor in tensors]
+        size = sum(sizes)
+        if self._record is None or self._record.layout.num_words < 2 * size:
+            field = Field("values", (1 << size.bit_length(),), torch.float64)
+            self._record = Record(Layout((field,)), self._device, depth=1)
+        record = self._record
+        torch.cat([tensor.double().view(-1) for tensor in tensors], out=record.tensors["values"][:size])
+        record.download(2 * size)
+        parts = np.split(record.collect()["values"][:size].copy(), np.cumsum(sizes)[:-1])
+        return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 class Record:
     """The results of steps: the device writes one buffer, which comes back in one copy.
 

@@ -274,14 +274,22 @@ def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], 
     return drawn_coupled(groups, downloaded(rank_coupled(sampler, logits, groups, num_guesses)))
 
 
-def rank_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Tensor]:
+def rank_coupled(
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    num_guesses: int,
+    laid_out: LaidOut | None = None,
+    sent: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """What :func:`drawn_coupled` tells draft tokens from, on the device: the tokens, [N], come first.
 
-    With kernels nothing waits for the device. Arguments as for :func:`propose`, of groups under the coupled rule.
+    With kernels nothing waits for the device. Arguments as for :func:`propose` and :meth:`Sampler.sample`, of groups
+    under the coupled rule.
     """
     if not num_guesses:
-        return [sampler.sample(logits, groups)]
-    ranked = sampler.choose_and_guess(logits, groups, num_guesses)
+        return [sampler.sample(logits, groups, laid_out, sent)]
+    ranked = sampler.choose_and_guess(logits, groups, num_guesses, laid_out, sent)
     return [ranked.chosen, ranked.tokens, ranked.scores]
 
 

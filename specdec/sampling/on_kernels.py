@@ -109,21 +109,22 @@ class KernelSampler:
         self._newest: _Newest | None = None
         self._staged: tuple[Sequence[Tensor], SampleStep] | None = None
 
-    def sample(self, logits: Tensor, rows: Rows) -> Tensor:
+    def sample(self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> Tensor:
         """The coupled rule's token for every row: int32 [N], overwritten by the next step.
 
         Args:
             logits: [N, at least V], as the model gave them; not changed.
-            rows: Of them; groups with a grammar have their masks.
+            laid_out: The step.
+            sent: Its arrays on the device; None brings them there by a transfer of their own.
         """
-        self._decide(logits, self.staged(self.lay_out(rows)), rows)
-        return self._chosen(rows)
+        self._decide(logits, self.staged(laid_out, sent), laid_out.rows)
+        return self._chosen(laid_out.rows)
 
-    def score(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def score(self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The same, and by what they were chosen, with noise: float32 [N, V]."""
-        scores = torch.empty(rows.num_rows, self._vocab_size, device=self._device)
-        self._decide(logits, self.staged(self.lay_out(rows)), rows, scores)
-        return self._chosen(rows), scores
+        scores = torch.empty(laid_out.rows.num_rows, self._vocab_size, device=self._device)
+        self._decide(logits, self.staged(laid_out, sent), laid_out.rows, scores)
+        return self._chosen(laid_out.rows), scores
 
     def launch(
         self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None, flags: Tensor | None

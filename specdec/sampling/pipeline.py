@@ -18,7 +18,7 @@ from specdec.kernels.sample import thresholds
 from specdec.sampling.edits import Editor, apply_grammars
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
-from specdec.sampling.on_kernels import KernelSampler, runs_kernels
+from specdec.sampling.on_kernels import KernelSampler, LaidOut, runs_kernels
 from specdec.sampling.rows import UNUSED_TRUNCATION, LogprobReport, RowGroup, Rows, VerifiedRun, on_device
 from specdec.sampling.token_counts import uses_penalties
 from specdec.structured.compiler import Grammars
@@ -171,7 +171,21 @@ class Sampler:
             self._editor = Editor(self.vocab_size, device)
         return self._editor
 
-    def sample(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    def lay_out(self, groups: Sequence[RowGroup], device: torch.device) -> LaidOut | None:
+        """What kernels need to choose for groups, before there are logits; None where torch chooses.
+
+        Its arrays may travel with the input of the step that gives the logits.
+        """
+        kernels = self.kernels(device)
+        return None if kernels is None else kernels.lay_out(Rows(self.masked(groups)))
+
+    def sample(
+        self,
+        logits: Tensor,
+        groups: Sequence[RowGroup],
+        laid_out: LaidOut | None = None,
+        sent: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
 
         Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding",
@@ -180,13 +194,15 @@ class Sampler:
         Args:
             logits: float32 [N, at least V], as the model gave them; not changed.
             groups: The sequences of the N rows, in order.
+            laid_out: What :meth:`lay_out` gave of them, where it was called before.
+            sent: Its arrays, if they are on the device.
 
         Returns:
             int64 [N], on the device of ``logits``.
         """
-        rows = self._laid_out(logits, groups)
+        rows = self._laid_out(logits, groups) if laid_out is None else laid_out.rows
         if kernels := self.kernels(logits.device):
-            return kernels.sample(logits, rows).long()
+            return kernels.sample(logits, laid_out or kernels.lay_out(rows), sent).long()
         logits = self._edited(logits, rows)
         sampled = rows.using(_is_random)
         if not sampled:
@@ -197,7 +213,14 @@ class Sampler:
         (index,) = on_device(logits.device, rows.numbers(sampled))
         return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
 
-    def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> RankedTokens:
+    def choose_and_guess(
+        self,
+        logits: Tensor,
+        groups: Sequence[RowGroup],
+        count: int,
+        laid_out: LaidOut | None = None,
+        sent: Sequence[Tensor] | None = None,
+    ) -> RankedTokens:
         """The coupled rule's token for every row, and those that come next: what else the target may well choose.
 
         Tokens are ranked by log probs + gumbel, as they are chosen, so that a guess is as good with noise as without.
@@ -206,15 +229,17 @@ class Sampler:
             logits: float32 [N, at least V], as the model gave them; not changed.
             groups: The sequences of the N rows, in order.
             count: Most guesses wanted per row.
+            laid_out: As for :meth:`sample`.
+            sent: The same.
         """
-        rows = self._laid_out(logits, groups)
+        rows = self._laid_out(logits, groups) if laid_out is None else laid_out.rows
         if kernels := self.kernels(logits.device):
-            chosen, scores = kernels.score(logits, rows)
+            chosen, scores = kernels.score(logits, laid_out or kernels.lay_out(rows), sent)
         else:
             scores = self._scores(logits, rows)
             chosen = scores.argmax(1)
         best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
-        return RankedTokens(chosen.long(), torch.where(best > -torch.inf, tokens, -1), best)
+        return RankedTokens(chosen.long(), tokens.masked_fill(~(best > -torch.inf), -1), best)
 
     def scores(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """What the coupled rule's tokens are the largest of: logits over temperature with noise.

@@ -60,10 +60,10 @@ class DeviceOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
         is_copy = name == "aten.copy_.default"
-        if is_copy and self._staged is not None and address(args[0]) == address(self._staged):
-            self.num_uploads += 1
-        elif is_copy and args[0].device == args[1].device == torch.device("meta"):
+        if is_copy and args[0].device == args[1].device == torch.device("meta"):
             pass  # from one place of the device to another
+        elif is_copy and self._staged is not None and address(args[0]) == address(self._staged):
+            self.num_uploads += 1
         elif name == "aten._to_copy.default" and kwargs.get("device", args[0].device) == args[0].device:
             pass  # of another type
         elif name == "aten.index.Tensor" and self._allows_indices:

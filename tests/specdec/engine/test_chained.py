@@ -31,9 +31,9 @@ class Counted(ModelRunner):
 
     num_passes = 0
 
-    def forward(self, rows, tokens=None):  # type: ignore[no-untyped-def]
+    def forward(self, rows, tokens=None, extra=()):  # type: ignore[no-untyped-def]
         self.num_passes += 1
-        return super().forward(rows, tokens)
+        return super().forward(rows, tokens, extra)
 
 
 def make_drafter(

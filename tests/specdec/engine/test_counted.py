@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.core.backends import Status, VerifyJob
+from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor import staging
 from specdec.executor.graphs import ExecutorLimits
@@ -145,7 +146,8 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def all_finite(self: Record) -> Arrays:
         arrays = collect(self)
-        arrays["flags"][:] = 1
+        for name in arrays.keys() & {"flags", "values"}:
+            arrays[name][:] = 1
         return arrays
 
     monkeypatch.setattr(Record, "collect", all_finite)
@@ -185,7 +187,36 @@ class Target:
             job.log.extend(result.run)
 
 
-def counted(target: Target) -> DeviceOnly:
+class Drafter:
+    """A drafter on ``meta``, and sequences for it."""
+
+    def __init__(self, features: Sequence[str], num_rows: int, num_passes: int) -> None:
+        self.runner = ModelRunner(on(META, "llama"), num_blocks=300, block_size=16, kernel="nothing:Nothing")
+        self.runner.record_graphs(ExecutorLimits(64, 512, 64, num_extra_words=1 << 15))
+        self.backend = ModelDrafter(
+            self.runner,
+            Sampler(VOCAB_SIZE, on_kernels=True),
+            max_model_len=64,
+            max_num_batched_tokens=512,
+            max_num_seqs=64,
+            num_chained_passes=num_passes,
+        )
+        self.texts = [[3 + i, 4, 5, 6, 7] for i in range(num_rows)]
+        params = [FEATURES[features[i % len(features)]] for i in range(num_rows)]
+        self.specs = [SequenceSpec(one, i, 5, 50, eos_token_ids=(2,)) for i, one in enumerate(params)]
+
+    def step(self, num_tokens: int, num_guesses: int) -> None:
+        jobs = [
+            DraftJob(f"{i}", text, spec, 0, len(text), None, num_guesses, num_tokens)
+            for i, (text, spec) in enumerate(zip(self.texts, self.specs, strict=True))
+        ]
+        for text, found in zip(self.texts, self.backend.propose(jobs), strict=True):
+            tokens = [found.token, *(one.token for one in found.further)]
+            assert len(tokens) == num_tokens
+            text += [token for token in tokens if token is not None]
+
+
+def counted(target: Target | Drafter) -> DeviceOnly:
     """The mode, for a step like those before."""
     downloads.clear()
     has_experts = target.runner.loaded.dtype == torch.bfloat16  # which transformers sorts by tensors of indices
@@ -232,6 +263,31 @@ def test_each_way_of_sampling_is_one_upload_and_one_download(feature: str) -> No
         with counted(target) as seen:
             target.step()
         assert (seen.num_uploads, len(downloads)) == (1, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("num_guesses", [0, 2])
+@pytest.mark.parametrize("features", [("greedy", "noise", "top_p"), ("greedy",)])
+def test_a_draft_is_an_upload_for_each_pass_and_one_download(
+    num_tokens: int, num_guesses: int, features: tuple[str, ...]
+) -> None:
+    for num_rows in 1, 64:
+        drafter = Drafter(features, num_rows, 4)
+        drafter.step(num_tokens, num_guesses)
+        drafter.step(num_tokens, num_guesses)
+        with counted(drafter) as seen:
+            drafter.step(num_tokens, num_guesses)
+        assert (seen.num_uploads, len(downloads)) == (num_tokens, 1)
+
+
+@pytest.mark.parametrize("feature", ["penalties", "others", "logprobs"])
+def test_a_draft_token_that_depends_on_others_is_one_upload_and_one_download(feature: str) -> None:
+    drafter = Drafter((feature,), 3, 1)
+    drafter.step(1, 2)
+    drafter.step(1, 2)
+    with counted(drafter) as seen:
+        drafter.step(1, 2)
+    assert (seen.num_uploads, len(downloads)) == (1, 1)
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -52,7 +52,8 @@ def test_tokens_and_reports_are_those_of_torch_and_a_step_is_one_download() -> N
         ):
             outputs = [(one.tokens, one.notes.logprobs) for one in collect(service, cases)]
         told = [call.args[1] for call in asked.call_args_list if call.args[0] is target]
-        return outputs, downloads.call_count, sum(flags is not None for flags in told)
+        of_target = [call for call in downloads.call_args_list if "decided" in call.args[0].layout.offsets]
+        return outputs, len(of_target), sum(flags is not None for flags in told)
 
     wanted, none, _ = generate(False)
     found, num_downloads, num_told = generate(True)
