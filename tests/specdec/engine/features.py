@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
@@ -21,8 +26,9 @@ from specdec.engine.pair import PairedTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.drafting.eagle3_folders import write_eagle3
 from tests.specdec.engine.overlap import OverlapService
-from tests.specdec.engine.pairs import Case, collect, run
+from tests.specdec.engine.pairs import Case, collect, greedy, run
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
 from tests.specdec.engine.test_processors import BOTH
@@ -36,6 +42,8 @@ Feature = Literal[
     "prompt lookup",
     "heads",
     "trees",
+    "EAGLE-3",
+    "EAGLE-3 trees",
     "hooks",
     "prefix reuse",
     "preemption",
@@ -55,6 +63,20 @@ CHANGES = {
 }
 
 
+@cache
+def eagle3(num_tokens: int = 60) -> TemporaryDirectory[str]:
+    """A head for the demo target, fitted to what that says."""
+    source = demo("target")
+    tokenizer = load_tokenizer(source)
+    stock = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+    greedily = SamplingParams(temperature=0.0)
+    cases = [Case(tuple(tokenizer.encode(prompt)), num_tokens, greedily, eos_token_ids=(0,)) for prompt in PROMPTS]
+    texts = [[*case.prompt, *greedy(stock, case)] for case in cases]
+    folder = TemporaryDirectory()
+    write_eagle3(Path(folder.name), stock, texts)
+    return folder
+
+
 def demo(role: str, **fields: object) -> ModelSource:
     """A demo model in float32 on the CPU."""
     return ModelSource(str(demo_folder(role)), dtype="float32", device="cpu", **fields)  # type: ignore[arg-type]
@@ -66,7 +88,9 @@ def make_cases(source: ModelSource, adapters: Sequence[Adapter | None], feature:
     shared = SHARED if feature in ("prefix reuse", "preemption") else ""
     chosen = {"kills": (None, grammar_of(PERSON), REASONED["by tokens"])}
     grammars = (
-        (grammar_of(PERSON),) if feature in ("grammars", "heads", "trees", "pair") else chosen.get(feature, (None,))
+        (grammar_of(PERSON),)
+        if feature in ("grammars", "heads", "trees", "EAGLE-3", "pair")
+        else chosen.get(feature, (None,))
     )
     return [
         Case(
@@ -85,7 +109,10 @@ def assert_texts_are_its_own(
     source: ModelSource, draft: ModelSource, feature: Feature, adapters: Sequence[Adapter | None] = (None,)
 ) -> list[list[int]]:
     """Eight texts in one batch, drafted, are those that the target gives one at a time without drafts; gives them."""
-    options = replace(OPTIONS, vocab_size=tokenizer_width(load_tokenizer(source)), **CHANGES.get(feature, {}))
+    changes = CHANGES.get(feature, {})
+    if feature in ("EAGLE-3", "EAGLE-3 trees"):
+        changes = {"heads": HeadsOptions(eagle3().name, 4, 12 if feature == "EAGLE-3 trees" else 0, "eagle3")}
+    options = replace(OPTIONS, vocab_size=tokenizer_width(load_tokenizer(source)), **changes)
     cases = make_cases(source, adapters, feature)
     plain = InProcessService(build_target(source, replace(options, kv_cache_memory="auto"))[0], None, 0)
     wanted = [run(plain, [replace(case, num_speculative_tokens=0)])[0][0] for case in cases]
@@ -113,7 +140,7 @@ def assert_texts_are_its_own(
             service = OverlapService(target, drafter, Plan(4, 8, acceptance_rate=0.5), lambda: 6)
         case "prompt lookup":
             service = InProcessService(target, None, 0, ngram=NgramOptions(8))
-        case "heads" | "trees":
+        case "heads" | "trees" | "EAGLE-3" | "EAGLE-3 trees":
             service = InProcessService(target, None, 0)
         case "pair":
             service = InProcessService(PairedTarget(target, drafter, 4), None, 0)

@@ -270,7 +270,7 @@ def test_an_adapter_whose_numbers_overflow_ends_its_own_texts_alone(
         assert [one.tokens for one in beside[4:]] == [one.tokens for one in later] == [one.tokens for one in wanted]
 
 
-@pytest.mark.parametrize("feature", some(["quantized", "hybrids", "prompt lookup", "grammars"]))
+@pytest.mark.parametrize("feature", some(["quantized", "hybrids", "prompt lookup", "grammars", "EAGLE-3"]))
 def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_path: Path) -> None:
     quantization: Quantization = "none"
     if feature == "quantized":

@@ -27,6 +27,8 @@ from specdec.drafting.heads import HeadDrafter, HeadRow
 from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.pair import PairedTarget
+from specdec.models.hidden import AFTER_NORM
+from specdec.models.probe import AttentionLayer
 from specdec.protocol import target as target_module
 from specdec.protocol.draft_sequence import DraftSequence, Path
 from specdec.protocol.drafter import DrafterMachine
@@ -105,8 +107,11 @@ class WithHeads(Backend):
             HeadRow(None, len(log) - 2, [i], log[-1:], job.spec, TokenBuffer(log), 2)
             for i, (job, log) in enumerate(zip(jobs, logs, strict=True))
         ]
-        drafts = self.heads.drafts([hidden], rows)
+        drafts = self.drafted(hidden, rows)
         return [result._replace(next_draft=self.told(draft)) for result, draft in zip(results, drafts, strict=True)]
+
+    def drafted(self, hidden: Tensor, rows: Sequence[HeadRow]) -> list[Draft]:
+        return self.heads.drafts([hidden], rows)
 
     def told(self, draft: Draft) -> Draft:
         return draft
@@ -114,6 +119,50 @@ class WithHeads(Backend):
 
 class WithTrees(WithHeads):
     """The drafts of heads are trees."""
+
+    tree_tokens = 7
+
+
+class RecursiveHeads:
+    """A model of order one that drafts by its own tokens, in passes over the cache of which it reads nothing."""
+
+    hidden_layers, num_tokens, num_bytes = (AFTER_NORM,), None, 0
+    cache_layers = (AttentionLayer(99, 1, 1, 1, None, torch.float32, torch.device("cpu")),)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        return states[0]
+
+    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, **caches: object) -> Tensor:
+        return torch.nn.functional.one_hot(tokens.long(), VOCAB).float()
+
+    def logits(self, features: Tensor, place: int) -> Tensor:
+        return features @ WithHeads.weights[0]
+
+
+class WithRecursiveHeads(WithHeads):
+    """Chains of heads that cache; every step reads anew the last token."""
+
+    @cached_property
+    def heads(self) -> HeadDrafter:
+        """Of another target, whose blocks they lie in."""
+        made, heads = runner("llama", 0.0, 6 * 2100, RecursiveHeads()), RecursiveHeads()
+        self.runner = made
+        return HeadDrafter(heads, made, Sampler(VOCAB), 3, self.tree_tokens)
+
+    def drafted(self, hidden: Tensor, rows: Sequence[HeadRow]) -> list[Draft]:
+        heads, sequences = self.heads, [self.runner.new_sequence() for _ in rows]
+        for row, sequence in zip(rows, sequences, strict=True):
+            assert self.runner.reserve(sequence, len(row.text))
+        made = heads.drafts(
+            [hidden], [row._replace(sequence=of, num_tokens=3) for row, of in zip(rows, sequences, strict=True)]
+        )
+        for sequence in sequences:
+            self.runner.truncate(sequence, 0)
+        return made
+
+
+class WithRecursiveTrees(WithRecursiveHeads):
+    """Trees of them, which grow."""
 
     tree_tokens = 7
 
@@ -282,6 +331,8 @@ SETUPS = {
     "heads_or_model": Setup(WithHeads, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
     "paired": Setup(AlwaysPaired, plan=Plan(), draft_steps=(0,)),
     "paired_or_look_up": Setup(AlwaysPaired, plan=Plan(), draft_steps=(0,), ngram=NgramOptions(2)),
+    "recursive_heads_or_model": Setup(WithRecursiveHeads, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
+    "recursive_trees_or_model": Setup(WithRecursiveTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
     "trees_or_model": Setup(WithTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
 }
 """Where a draft model's drafts and others are both to be had, each is verified often."""

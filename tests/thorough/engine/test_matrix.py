@@ -9,7 +9,7 @@ import pytest
 from tests.sizes import some
 from tests.specdec.engine.features import Feature, assert_texts_are_its_own, demo
 
-NOT_OF_HYBRIDS = ("heads", "trees", "preemption")
+NOT_OF_HYBRIDS = ("heads", "trees", "EAGLE-3", "EAGLE-3 trees", "preemption")
 """Heads are of the other target; and what hybrids run short of is states, for which sequences wait."""
 CELLS = [
     (role, quantization, feature)
