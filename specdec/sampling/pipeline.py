@@ -253,7 +253,7 @@ class Sampler:
         """
         rows = self._laid_out(logits, groups)
         if kernels := self.kernels(logits.device):
-            return kernels.score(logits, rows)[1]
+            return kernels.score(logits, kernels.lay_out(rows))[1]
         return self._scores(logits, rows)
 
     def _scores(self, logits: Tensor, rows: Rows) -> Tensor:
