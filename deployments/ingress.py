@@ -212,7 +212,7 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
     target = replace(target, other_names=args.served_model_name[1:])
     if not args.speculates:
-        return ModelInfo(target, created_s=int(time.time()))
+        return ModelInfo(target, created_s=int(time.time()), exactness=args.exactness)
     # A draft model of another vocabulary cannot read what the service's tokenizer writes.
     source = draft_source(args) if args.has_own_draft and not args.draft.other_vocabulary else None
     name = f"{args.model_name}-draft"
@@ -220,8 +220,10 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
         target,
         None if source is None else _served(args, source, name, "draft", vocab_size, own),
         num_speculative_tokens=args.most_draft_tokens,
-        acceptance_rules=("coupled", "rejection"),
+        # By the other rule a seed's text depends on the draft.
+        acceptance_rules=("coupled",) if args.exactness == "strict" else ("coupled", "rejection"),
         acceptance=args.acceptance,
+        exactness=args.exactness,
         created_s=int(time.time()),
     )
 

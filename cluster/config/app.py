@@ -22,7 +22,7 @@ from cluster.config.models import IMPORT_STRING, DraftConfig, LoraConfig, Target
 from cluster.config.names import OTLP
 from cluster.config.replicas import Replicas, Updates
 from specdec.core.errors import InvalidParameterError
-from specdec.core.params import Acceptance
+from specdec.core.params import Acceptance, Exactness
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -310,6 +310,16 @@ class AppArgs(StrictModel):
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
+    exactness: Exactness = Field(
+        "fast",
+        description="strict: a seed's tokens are the same in any precision, batch and schedule; slower",
+    )
+    strict_tile_tokens: int = Field(
+        16,
+        ge=4,
+        le=512,
+        description="with exactness: strict, the tokens of every pass; other numbers, other bits",
+    )
     speculation_mode: Literal["auto", "sequential", "overlap", "outcomes"] = Field(
         "auto",
         description="how drafting and verification overlap; auto: the fastest, or overlap at a fixed length",
@@ -438,6 +448,12 @@ class AppArgs(StrictModel):
             raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
         if self.receipts.key_file is not None and self.target.engine != "transformers":
             raise refused_key("receipts.key_file", "receipts.key_file: vLLM's engine gives no receipts: leave it out")
+        if self.exactness == "strict" and self.target.engine == "vllm":
+            raise refused_key("exactness", "exactness: strict needs our own engine: vLLM's may round drafts otherwise")
+        if self.exactness == "strict" and self.target.quantization != "none":
+            raise refused_key("exactness", "exactness: strict needs target.quantization: none")
+        if self.exactness == "strict" and self.acceptance != "coupled":
+            raise refused_key("exactness", "exactness: strict needs acceptance: coupled, by which no draft decides")
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: ngram"
             raise refused_key("acceptance", needs)

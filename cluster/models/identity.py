@@ -73,6 +73,7 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
             "backend": args.backend,
             "extensions": args.model_dump(mode="json", include={"extensions"}),
         }
+        | ({"strict": args.strict_tile_tokens} if args.exactness == "strict" and model is args.target else {})
     )
 
 

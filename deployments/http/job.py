@@ -311,7 +311,7 @@ def sampling_params(
     Raises:
         InvalidParameterError: A value is not allowed; it names the parameter as the request does.
     """
-    _check_offered(body, info, settings)
+    _check_offered(body, model, info, settings)
     defaults = model.defaults
     params = SamplingParams(
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
@@ -417,11 +417,14 @@ def request_seed(body: GenerationBody) -> int:
     return secrets.randbits(64) if body.seed is None else validated_seed(body.seed)
 
 
-def _check_offered(body: GenerationBody, info: ModelInfo, settings: ApiSettings) -> None:
+def _check_offered(body: GenerationBody, model: ServedModel, info: ModelInfo, settings: ApiSettings) -> None:
     """What depends on the service rather than on the value."""
     if body.acceptance is not None and body.acceptance not in info.acceptance_rules:
         offered = ", ".join(info.acceptance_rules)
         raise UnsupportedParameterError("acceptance", f"acceptance must be one of: {offered}")
+    if body.exactness == "strict" and (info.exactness, model.role) != ("strict", "target"):
+        which = model.name if info.exactness == "strict" else "this service"
+        raise UnsupportedParameterError("exactness", f"exactness must be fast: {which} does not run with strict")
     most = settings.limits.max_logprobs
     for name, count in ((body.logprobs_name, body.num_logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if (count or 0) > most:

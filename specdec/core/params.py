@@ -14,6 +14,8 @@ from specdec.core.tokens import NO_TOKENS, SharedTokens
 from specdec.core.types import Adapter, Finish
 
 Acceptance = Literal["coupled", "rejection"]
+Exactness = Literal["fast", "strict"]
+"""Whether a token's logits have the same bits in whatever step it is read; see :mod:`specdec.executor.tiles`."""
 
 LEAST_TEMPERATURE = 1e-5
 """Below it only tokens tied within rounding would share the probability, and float32 comes to its end."""

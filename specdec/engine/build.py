@@ -28,7 +28,14 @@ from specdec.kernels.segmented import MAX_TREE_TOKENS
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
 from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, pair_shares, plan_memory, window_for
-from specdec.models.parity_check import NUM_CHECKED_ROWS, NUM_CHECKED_TOKENS, AdmissionReport, check_admission
+from specdec.models.parity_check import (
+    NUM_CHECKED_ROWS,
+    NUM_CHECKED_TOKENS,
+    AdmissionReport,
+    check_admission,
+    check_bits,
+    no_strict_reason,
+)
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from specdec.structured.compiler import Grammars
 
@@ -88,6 +95,8 @@ class BackendOptions:
         executor: ``graphs`` records steps as CUDA graphs (on a CPU it pads them likewise, to test with), ``eager``
             launches operators one by one, and ``auto`` records where ``benchmarks.gpu`` has passed on such a GPU.
         max_draft_tokens: Most draft tokens of a sequence that recorded steps have room for.
+        strict_tile_tokens: Run steps as passes of so many tokens, and see at the start that a token's logits then have
+            the same bits in every step; None runs a step as one pass.
     """
 
     max_model_len: int | None = None
@@ -107,6 +116,7 @@ class BackendOptions:
     measures_step: bool = True
     executor: Literal["auto", "graphs", "eager"] = "auto"
     max_draft_tokens: int = 0
+    strict_tile_tokens: int | None = None
 
 
 def build_target(
@@ -167,7 +177,11 @@ def build_drafter(
         for note in pair.notes:
             progress(note)
     options = replace(
-        options, vocab_size=pair.draft_vocab_size, heads=None, max_draft_tokens=options.num_step_tokens - 1
+        options,
+        vocab_size=pair.draft_vocab_size,
+        heads=None,
+        max_draft_tokens=options.num_step_tokens - 1,
+        strict_tile_tokens=None,  # whatever it drafts, the target decides
     )
     if options.max_model_len is None and pair.mapping is None:
         options = replace(options, max_model_len=describe_model(target).max_model_len)
@@ -238,6 +252,9 @@ def _build(
     has logits in the target's as well, ``mapped_vocab_size`` wide.
     """
     loaded = load_model(source, progress)
+    reason = "" if options.strict_tile_tokens is None else no_strict_reason(loaded)
+    if reason:
+        raise ModelLoadError(f"exactness: strict is not possible with {loaded.name}: {reason}")
     heads: DraftHeads | None = None
     if options.heads is not None:
         loaded, heads = load_heads(options.heads, loaded)
@@ -253,6 +270,8 @@ def _build(
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
         runner, admission = _admitted(loaded, memory, vocab_size, options, limits)
+        if options.strict_tile_tokens is not None:
+            check_bits(runner)
     notes = (*_notes(runner, options), *_memory_notes(loaded.name, memory))
     if progress is not None:
         for note in (*notes, f"memory of {loaded.name}: {memory.describe()}"):
@@ -286,6 +305,7 @@ def _planned(
                 heads=heads,
                 mapped_vocab_size=mapped_vocab_size,
                 graphs=graphs,
+                tile_tokens=options.strict_tile_tokens,
             )
     budget_bytes, fraction = _cache_room(loaded, options, step)
     try:
@@ -321,7 +341,13 @@ def _admitted(
     common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
     common |= {"vocab_size": vocab_size, "num_state_slots": slots}
     if loaded.opaque_state is None:
-        runner = ModelRunner(loaded, window=memory.window, window_blocks=memory.window_blocks, **common)
+        runner = ModelRunner(
+            loaded,
+            window=memory.window,
+            window_blocks=memory.window_blocks,
+            tile_tokens=options.strict_tile_tokens,
+            **common,
+        )
         if graphs is not None:
             runner.record_graphs(graphs, "inductor" if loaded.device.type == "cuda" else None)
         return runner, None if options.skip_parity_check else check_admission(runner)
@@ -344,6 +370,8 @@ def _executor_limits(
     """The largest step, where steps are to be recorded; it holds those of the check, too."""
     if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
         return None
+    if options.strict_tile_tokens is not None:
+        return None  # a step is several passes then
     tree_tokens = 0 if options.heads is None else options.heads.tree_tokens
     max_draft_tokens = max(options.max_draft_tokens, tree_tokens)
     max_rows = max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches)

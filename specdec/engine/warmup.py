@@ -69,6 +69,7 @@ def measure_step(
     heads: DraftHeads | None = None,
     mapped_vocab_size: int | None = None,
     graphs: ExecutorLimits | None = None,
+    tile_tokens: int | None = None,
 ) -> StepMemory:
     """Run a step that reads as much of a prompt as a step may, and one that decides as many tokens, and measure both.
 
@@ -84,6 +85,7 @@ def measure_step(
         heads: On it, if there are any.
         mapped_vocab_size: Width of the target's vocabulary, where the model is a draft of another one.
         graphs: The largest step, where steps are recorded: they are recorded once to see what that takes.
+        tile_tokens: See :class:`ModelRunner`.
 
     Raises:
         ModelLoadError: The model cannot run such a step.
@@ -103,6 +105,7 @@ def measure_step(
                     vocab_size=vocab_size,
                     num_state_slots=1,
                     window=window,
+                    tile_tokens=tile_tokens,
                 )
                 _run_steps(runner, limits, max_model_len, heads, mapped_vocab_size)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

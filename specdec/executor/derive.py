@@ -8,7 +8,7 @@ them. Tokens beyond the rows' are padding: they are written to the null block, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,8 @@ from specdec.kernels.segmented import MAX_TREE_TOKENS, NO_TREE, AttentionStep
 
 NO_PARENT = -2
 """In place of a parent: the token is in no tree."""
+_PER_TOKEN = ("row", "place", "position", "tree_first", "tree_word")
+"""What an :class:`AttentionStep` has for each token."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,23 @@ class DerivedStep:
     token_end: Tensor
     attention: tuple[AttentionStep, ...]
     states: StateTensors | None = None
+
+    def cut(self, start: int, stop: int) -> DerivedStep:
+        """The pass over the tokens from ``start`` to ``stop`` alone, after those before them; rows are as they were."""
+        part, size = slice(start, stop), stop - start
+        attention = []
+        for one in self.attention:
+            first = (one.span_start - start).clamp(0, size)
+            count = (one.span_start + one.span_count - start).clamp(0, size) - first
+            tokens = {name: getattr(one, name)[part] for name in _PER_TOKEN}
+            attention.append(replace(one, span_start=first, span_count=count, **tokens))
+        return DerivedStep(
+            tokens=self.tokens[part],
+            position=self.position[part],
+            cache_slots=tuple(slots[part] for slots in self.cache_slots),
+            token_end=self.token_end,
+            attention=tuple(attention),
+        )
 
 
 class Deriver:

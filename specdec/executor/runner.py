@@ -26,11 +26,13 @@ from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.paged_cache import PagedCache, group_window
 from specdec.executor.steps import StepRows, Steps
+from specdec.executor.tiles import RowPart, tiles_of
 from specdec.kernels.attention import AttentionContext
 from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
 from specdec.kernels.recurrent import recurrent_kernels
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
+from specdec.kernels.scan import TokenByToken
 from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.slots import AdapterPool, AdapterRun
@@ -94,12 +96,15 @@ class ModelRunner:
         window_blocks: Blocks in the cache of the layers with each length of sliding window; as many as ``num_blocks``
             by default.
         lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
+        tile_tokens: Run every step as passes of just so many tokens, so that a token's logits have the same bits in
+            whatever step it is read; see :mod:`specdec.executor.tiles`. None runs a step as one pass.
 
     Attributes:
         loaded: The model.
         pool: The blocks.
         states: The recurrent states; None where the model has none.
         adapters: Those on the device.
+        tile_tokens: As given.
         progress: Layers done, for whoever watches from another thread.
         hidden: Of the newest step, what is noted for heads that draft: [tokens, hidden size] each, until the next step.
         extra: What came along with the newest step's upload; see :meth:`forward`.
@@ -124,6 +129,7 @@ class ModelRunner:
         states: StatePool | None = None,
         window_blocks: Mapping[int, int] | None = None,
         lookahead_tokens: int = LOOKAHEAD_TOKENS,
+        tile_tokens: int | None = None,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -146,18 +152,28 @@ class ModelRunner:
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
         self._padding = padding
-        self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
+        self.tile_tokens = tile_tokens
+        if kernel == "auto":
+            kernel = choose_kernel(loaded)
+            kernel = "tiled" if tile_tokens is not None and kernel == "gather" else kernel
+        self._kernel = kernel
         self._limits: ExecutorLimits | None = None
-        self._steps = Steps(self.pool, loaded.device)
+        self._steps = Steps(self.pool, loaded.device, tile_tokens=tile_tokens or 1)
         self._graphs: StepGraphs | None = None
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
         self._layers: CompiledLayers | None = None
         self.states: StatePool | SnapshotPool | None = None
+        self._padding_state: SequenceState | None = None
         pool = states
         if loaded.recurrent_layers:
             window = window or checked_window(DEFAULT_WINDOW_TOKENS)
-            self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
-            pool.kernels = recurrent_kernels(self._kernel)
+            if tile_tokens is None:
+                pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
+                pool.kernels = recurrent_kernels(self._kernel)
+            else:
+                pool = StatePool(loaded.recurrent_layers, num_state_slots + 1, window, make_scan=TokenByToken)
+                self._padding_state = pool.take()
+            self.states = pool
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, self.pool, pool, self._kernel)
         self._cache_argument = cache_argument(loaded.model)
@@ -409,7 +425,8 @@ class ModelRunner:
         num_logits = int(own.num_logits.sum())
         has_adapters = self.loaded.adapters is not None and any(row.adapter is not None for row in rows)
         size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens, num_logits)
-        states = self._state_rows(rows)
+        parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
+        states = [] if self.tile_tokens is not None else self._state_rows(rows, parts)
         if states:
             own = replace(own, states=state_array([after for _, after in states]))
         if self._graphs is not None and size is not None:
@@ -423,20 +440,50 @@ class ModelRunner:
             logits, finite = output.logits[wanted], output.finite_logits[wanted]
             self.hidden = tuple(state[:num_tokens] for state in output.hidden)
             self._note_finite(own, output.finite_tokens[:num_tokens], finite)
+        elif self.tile_tokens is not None:
+            logits = self._run_tiles(rows, own, tokens, extra)
         else:
             step, self.extra = self._steps.begin(sequences, own, tokens, extra)
             if isinstance(self.states, StatePool):
                 self.states.begin(StateStep([after for _, after in states], num_tokens, self.states.window))
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
-            with self._functions, self._used_adapters(rows, own), compiled:
+            with self._functions, self._used_adapters(rows, parts, num_tokens), compiled:
                 every = num_logits == num_tokens
                 result = self._run(self._steps, step, None if every else self._steps.logit_tokens(step, num_logits))
             logits, self.hidden = result.logits, result.hidden
             self._note_finite(own, result.finite_tokens, result.finite_logits)
         for row in rows:
             row.sequence.tokens.extend(row.tokens)
-        for state, after in states:
-            state.oldest, state.newest = after.oldest_after, after.length
+        _keep_states(states)
+        return logits
+
+    def _run_tiles(
+        self, rows: Sequence[RowInput], own: StepRows, tokens: torch.Tensor | None, extra: Sequence[NDArray[Any]]
+    ) -> torch.Tensor:
+        """A step as passes of one size; gives logits."""
+        assert self.tile_tokens is not None
+        size, steps = self.tile_tokens, self._steps
+        with steps.sent_anew_on_failure():
+            self.extra = steps.upload([row.sequence for row in rows], own, tokens, extra)
+            step = steps.derive(steps.padded(own))
+        device = self.loaded.device
+        of_tokens: list[tuple[torch.Tensor, ...]] = []
+        of_logits: list[tuple[torch.Tensor, ...]] = []
+        for tile in tiles_of(own.num_tokens, own.num_logits, size):
+            # The head reads all of a tile. Only one nobody wants logits of may read what it likes.
+            in_vain = None if len(tile.logits) else torch.zeros(1, dtype=torch.int32, device=device)
+            states = self._state_rows(rows, tile.parts)
+            self._begin_states([after for _, after in states], size)
+            with self._functions, self._used_adapters(rows, tile.parts, size):
+                result = self._run(steps, step.cut(tile.start, tile.start + size), in_vain)
+            _keep_states(states)
+            of_tokens.append(tuple(part[: tile.num_tokens] for part in (result.finite_tokens, *result.hidden)))
+            index = torch.from_numpy(tile.logits).to(device)
+            of_logits.append((result.logits[index], result.finite_logits[index]))
+        finite_tokens, *hidden = map(torch.cat, zip(*of_tokens, strict=True))
+        logits, finite = map(torch.cat, zip(*of_logits, strict=True))
+        self.hidden = tuple(hidden)
+        self._note_finite(own, finite_tokens, finite)
         return logits
 
     def _run(self, steps: Steps, step: DerivedStep, logit_tokens: torch.Tensor | None) -> PassOutput:
@@ -597,37 +644,48 @@ class ModelRunner:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
         self._finite_tokens = output[0][0].isfinite().all(-1)
 
-    def _used_adapters(self, rows: Sequence[RowInput], own: StepRows) -> AbstractContextManager[None]:
-        """Around the step; rows with the same adapter that lie behind one another are multiplied together."""
+    def _used_adapters(
+        self, rows: Sequence[RowInput], parts: Sequence[RowPart], num_tokens: int
+    ) -> AbstractContextManager[None]:
+        """Around a pass; rows with the same adapter that lie behind one another are multiplied together."""
         slots = self.loaded.adapters
         if slots is None:
             return nullcontext()
         runs: list[AdapterRun] = []
-        start = 0
-        for row in rows:
-            end = start + len(row.tokens)
-            if row.adapter is not None and runs and runs[-1][0] == row.adapter and runs[-1][2] == start:
-                runs[-1] = row.adapter, runs[-1][1], end
-            elif row.adapter is not None:
-                runs.append((row.adapter, start, end))
-            start = end
-        return slots.used(runs, len(own.tokens)) if runs else nullcontext()
+        for part in parts:
+            adapter, start, end = rows[part.row].adapter, part.start, part.start + part.num_tokens
+            if adapter is not None and runs and runs[-1][0] == adapter and runs[-1][2] == start:
+                runs[-1] = adapter, runs[-1][1], end
+            elif adapter is not None:
+                runs.append((adapter, start, end))
+        return slots.used(runs, num_tokens, is_filled_up=self.tile_tokens is not None) if runs else nullcontext()
 
-    def _state_rows(self, rows: Sequence[RowInput]) -> list[tuple[SequenceState, StateRow]]:
-        """Each row's recurrent state with what becomes of it; nothing where the model has none."""
+    def _state_rows(
+        self, rows: Sequence[RowInput], parts: Sequence[RowPart]
+    ) -> list[tuple[SequenceState, StateRow]]:
+        """Of a pass each row's recurrent state with what becomes of it; nothing where the model has none."""
         if not isinstance(self.states, StatePool):
             return []
         moves: list[tuple[SequenceState, StateRow]] = []
-        start = 0
-        for row in rows:
-            state, past, count = row.sequence.state, len(row.sequence.tokens), len(row.tokens)
+        for part in parts:
+            sequence = rows[part.row].sequence
+            state, past = sequence.state, len(sequence.tokens) + part.offset
             assert state is not None, "no state is reserved"
-            moves.append((state, state_row(start, count, past, state, self.states.window)))
-            start += count
+            moves.append((state, state_row(part.start, part.num_tokens, past, state, self.states.window)))
         self.states.clear_taken()
         for state, after in moves:
             state.oldest = after.length + 1  # until the step is done there is nothing to go back to
         return moves
+
+    def _begin_states(self, own: list[StateRow], num_tokens: int) -> None:
+        """Tell the recurrent layers of a pass that may be filled up: what fills it has a state, too."""
+        if not isinstance(self.states, StatePool):
+            return
+        start = own[-1].start + own[-1].num_new_tokens
+        if start < num_tokens:
+            assert self._padding_state is not None
+            own.append(state_row(start, num_tokens - start, 0, self._padding_state, self.states.window))
+        self.states.begin(StateStep(own, num_tokens, self.states.window))
 
     def _lay_out(self, rows: Sequence[RowInput]) -> StepRows:
         """All rows' tokens behind one another, and their numbers."""
@@ -679,6 +737,12 @@ def choose_kernel(loaded: LoadedModel) -> str:
     if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in loaded.attention_layers):
         return "gather"
     return "triton"
+
+
+def _keep_states(states: Sequence[tuple[SequenceState, StateRow]]) -> None:
+    """Note what became of sequences' states."""
+    for state, after in states:
+        state.oldest, state.newest = after.oldest_after, after.length
 
 
 def state_row(

@@ -56,6 +56,7 @@ class Steps:
         device: Where steps are derived.
         limits: The largest step, for memory that stays where it is.
         has_states: Whether rows have recurrent states that the device is to know, in a step with padding.
+        tile_tokens: Steps are filled up to a multiple of so many tokens.
 
     Attributes:
         staging: The newest shape's.
@@ -67,8 +68,9 @@ class Steps:
         device: torch.device,
         limits: ExecutorLimits | None = None,
         has_states: bool = False,
+        tile_tokens: int = 1,
     ) -> None:
-        self._pool, self._device, self._limits = pool, device, limits
+        self._pool, self._device, self._limits, self._tile_tokens = pool, device, limits, tile_tokens
         self._null_blocks = tuple(group.null_block for group in pool.groups)
         self._has_updates = False
         self._num_extra = 0 if limits is None else limits.num_extra_words
@@ -142,6 +144,10 @@ class Steps:
         if tokens is not None:
             self.staging.tensors["tokens"][: len(rows.tokens)].copy_(tokens)
         return sent if has_room else None
+
+    def padded(self, rows: StepRows) -> int:
+        """Tokens of a step, filled up to whole tiles."""
+        return -(-len(rows.tokens) // self._tile_tokens) * self._tile_tokens
 
     def derive(self, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
         """The second half: what the device makes of the newest upload.
@@ -225,7 +231,7 @@ class Steps:
         """See to it that a step fits, and ``num_extra`` words with it where memory may grow."""
         state, shape = self._state.shape, self._shape
         num_new = self._slots.num_missing(sequences)
-        num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, len(rows.tokens))
+        num_rows, num_tokens = max(shape.max_rows, len(sequences)), max(shape.max_tokens, self.padded(rows))
         has_trees = shape.has_trees or bool(rows.parents)
         is_too_small = (num_rows, num_tokens, has_trees) != (shape.max_rows, shape.max_tokens, shape.has_trees)
         if self._limits is not None:

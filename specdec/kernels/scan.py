@@ -67,6 +67,49 @@ class Scan(ABC):
         """
 
 
+class TokenByToken(Scan):
+    """A scan of one token of one sequence at a time, so that all its products have one shape.
+
+    Args:
+        scan: Over many.
+    """
+
+    def __init__(self, scan: Scan) -> None:
+        self._scan = scan
+        self.inputs, self.reads = scan.inputs, scan.reads
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """As the scan's."""
+        return self._scan.state_shape
+
+    def whole(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Scan.whole`."""
+        rows = []
+        for row in range(len(state)):
+            own, outputs = state[row : row + 1], []
+            for t in range(inputs[0].shape[1]):
+                some, read = (tuple(v[row : row + 1, t : t + 1] for v in values) for values in (inputs, reads))
+                output, own = self._scan.few(some, read, own)
+                own = own.float()
+                outputs.append(output)
+            rows.append((torch.cat(outputs, dim=1), own))
+        outputs_of, states = zip(*rows, strict=True)
+        return torch.cat(outputs_of), torch.cat(states)
+
+    def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Scan.few`."""
+        return self.whole(inputs, reads, state)
+
+    def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
+        """See :meth:`Scan.neutral`."""
+        return self._scan.neutral(inputs, is_padding)
+
+    def result(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Scan.result`."""
+        return self._scan.result(outputs)
+
+
 def spread(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A mask [B, T] as [B, T, 1, ...], for a tensor with more dimensions."""
     return mask.view(*mask.shape, *([1] * (like.ndim - 2)))

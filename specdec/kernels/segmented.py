@@ -197,12 +197,13 @@ MakeAttentionKernel = Callable[[AttentionShape, torch.device], AttentionKernel]
 _KERNELS = {
     "triton": "specdec.kernels.triton.attention:TritonAttention",
     "gather": "specdec.kernels.gather:GatherAttention",
+    "tiled": "specdec.kernels.tiled:TiledAttention",
     "reference": "specdec.kernels.segmented:ReferenceAttention",
 }
 
 
 def attention_kernel(name: str) -> MakeAttentionKernel:
-    """The kernel of a name: ``triton``, ``gather``, ``reference``, or ``module:function`` for one of somebody else's.
+    """The kernel of a name: ``triton``, ``gather``, ``tiled`` or ``reference``; ``module:function`` is somebody else's.
 
     Raises:
         ValueError: there is none of that name.
@@ -268,15 +269,16 @@ class ReferenceAttention:
         # What no token may read may hold anything: 0 times a NaN would be one.
         is_read = allowed.any(0)
         values = torch.where(is_read[:, None], values, torch.zeros_like(values))
-        state = _empty(packed, values)
+        state = empty_sums(packed, values.shape[2])
         for segment in range(num_segments(end, shape.segment_length)):
             start = segment_start(segment, shape.segment_length)
             stop = min(segment_start(segment + 1, shape.segment_length), end)
-            part = _empty(packed, values)
+            part = empty_sums(packed, values.shape[2])
             for at in range(start, stop, self._keys_per_tile):
                 tile = slice(at, min(at + self._keys_per_tile, stop))
-                scores = _scores(packed.float() @ keys[:, tile].float().transpose(1, 2), layer)
-                part = _add_tile(part, scores.masked_fill(~allowed[:, tile], -torch.inf), values[:, tile])
+                scores = scores_of(packed.float() @ keys[:, tile].float().transpose(1, 2), layer)
+                scores = scores.masked_fill(~allowed[:, tile], -torch.inf)
+                part = add_tile(part, scores, values[:, tile].float(), values.dtype)
             state = _merge(state, part)
         top, total, acc = state
         if layer.sinks is not None:
@@ -289,34 +291,43 @@ class ReferenceAttention:
         return result.view(shape.num_kv_heads, len(tokens), shape.group, -1).transpose(0, 1).flatten(1, 2)
 
 
-_State = tuple[Tensor, Tensor, Tensor]
-"""Largest score in units of log 2, sum of weights, both [H_kv, M], and weighted sum of values [H_kv, M, D_v]."""
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Largest score in units of log 2, sum of weights, both [B, M], and weighted sum of values [B, M, D_v]."""
 
 
-def _empty(queries: Tensor, values: Tensor) -> _State:
+def empty_sums(queries: Tensor, value_dim: int) -> Sums:
+    """Before any key: of queries [B, M, D]."""
     top = torch.full(queries.shape[:2], -torch.inf, device=queries.device)
     total = torch.zeros_like(top)
-    return top, total, total.unsqueeze(2).repeat(1, 1, values.shape[2])
+    return top, total, total.unsqueeze(2).repeat(1, 1, value_dim)
 
 
-def _scores(products: Tensor, layer: AttentionLayer) -> Tensor:
-    """Scores in units of log 2."""
+def scores_of(products: Tensor, layer: AttentionLayer) -> Tensor:
+    """Scores in units of log 2, of float32 products of queries and keys."""
     if layer.softcap is None:
         return products * (layer.scaling * math.log2(math.e))
     doubled = torch.exp2(products * (layer.scaling / layer.softcap * 2 * math.log2(math.e)))
     return (1.0 - 2.0 / (doubled + 1.0)) * (layer.softcap * math.log2(math.e))
 
 
-def _add_tile(state: _State, scores: Tensor, values: Tensor) -> _State:
-    top, total, acc = state
+def add_tile(sums: Sums, scores: Tensor, values: Tensor, dtype: torch.dtype) -> Sums:
+    """Add some more keys, exactly nothing where all scores are -inf.
+
+    Args:
+        sums: So far.
+        scores: [B, M, keys].
+        values: float32 [B, keys, D_v].
+        dtype: What weights are rounded to before they multiply values.
+    """
+    top, total, acc = sums
     largest = torch.maximum(top, scores.amax(2))
     finite = largest.masked_fill(largest == -torch.inf, 0.0)
     weights, fade = torch.exp2(scores - finite.unsqueeze(2)), torch.exp2(top - finite)
-    added = weights.to(values.dtype).float() @ values.float()
+    added = torch.matmul(weights.to(dtype).float(), values)
     return largest, total * fade + weights.sum(2), acc * fade.unsqueeze(2) + added
 
 
-def _merge(state: _State, part: _State) -> _State:
+def _merge(state: Sums, part: Sums) -> Sums:
     largest = torch.maximum(state[0], part[0])
     finite = largest.masked_fill(largest == -torch.inf, 0.0)
     a, b = torch.exp2(state[0] - finite), torch.exp2(part[0] - finite)

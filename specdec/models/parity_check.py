@@ -1,4 +1,4 @@
-"""Whether a model's cached, split, rolled back forward gives what its plain forward gives."""
+"""Whether a model's cached, split, rolled back forward gives what its plain forward gives; and the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from specdec.core.errors import ModelLoadError
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.attention import ATTENTION_NAME
-from specdec.models.loading import quiet
+from specdec.models.loading import LoadedModel, quiet
+from specdec.models.quantization import is_quantized
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest relative error allowed, by dtype: above what rounding gives, far below what a wrong token gives."""
@@ -63,10 +64,7 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
     """
     start_s = time.perf_counter()
     rng = random.Random(seed)
-    most = max(1, runner.loaded.max_model_len - 4)
-    long_piece = 0 if runner.states is None else runner.states.window.num_tokens + _SHORT_PIECE
-    lengths = [*_ROW_LENGTHS, *([_NUM_LONG_PIECES * long_piece] if long_piece else [])]
-    rows = [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in lengths]
+    rows, long_piece = _checked_rows(runner, rng)
     try:
         split = _split_forward(runner, rows, long_piece, rng)
         with runner.uncompiled(), _stock_attention(runner.loaded.model):
@@ -96,6 +94,60 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
             f"{str(runner.loaded.dtype).removeprefix('torch.')}: try another dtype; skip_parity_check serves it still"
         )
     return report
+
+
+def no_strict_reason(loaded: LoadedModel) -> str:
+    """What of a model keeps its logits from having the same bits in every step; empty if nothing is known."""
+    if loaded.opaque_state is not None:
+        return "it keeps a state that can only be copied"
+    if any(layer.is_latent for layer in loaded.attention_layers):
+        return "it expands what it caches"
+    if any(map(is_quantized, loaded.model.modules())):
+        return "its weights are quantized"
+    if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
+        return "it is on several devices"
+    return ""
+
+
+def check_bits(runner: ModelRunner, seed: int = 0) -> None:
+    """Compare the logits' bits of rows read alone and whole with those read in ragged pieces beside others.
+
+    Args:
+        runner: As for :func:`check_admission`.
+        seed: Likewise.
+
+    Raises:
+        ModelLoadError: Some differ, or the model is of a kind whose logits may; or too few blocks are free.
+    """
+    name, reason = runner.loaded.name, no_strict_reason(runner.loaded)
+    if not reason:
+        rng = random.Random(seed)
+        rows, long_piece = _checked_rows(runner, rng)
+        split = _split_forward(runner, rows, long_piece, rng)
+        alone = [_row_alone(runner, row) for row in rows]
+        num_tokens = sum(map(len, rows))
+        differs = sum(int((a != b).any(1).sum()) for a, b in zip(split, alone, strict=True))
+        reason = f"the logits' bits of {differs} of {num_tokens} tokens depend on the step" if differs else ""
+    if reason:
+        raise ModelLoadError(f"exactness: strict is not possible with {name}: {reason}")
+
+
+def _row_alone(runner: ModelRunner, row: list[int]) -> torch.Tensor:
+    sequence = runner.new_sequence(salt=None)
+    try:
+        if not runner.reserve(sequence, len(row)):
+            raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}")
+        return runner.forward([RowInput(sequence, row, len(row))])
+    finally:
+        runner.free(sequence)
+
+
+def _checked_rows(runner: ModelRunner, rng: random.Random) -> tuple[list[list[int]], int]:
+    """Rows of random tokens, and the length of long pieces of the last one, if there is such a one."""
+    most = max(1, runner.loaded.max_model_len - 4)
+    long_piece = 0 if runner.states is None else runner.states.window.num_tokens + _SHORT_PIECE
+    lengths = [*_ROW_LENGTHS, *([_NUM_LONG_PIECES * long_piece] if long_piece else [])]
+    return [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in lengths], long_piece
 
 
 def _split_forward(

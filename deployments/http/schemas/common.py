@@ -8,7 +8,7 @@ from pydantic import Field
 
 from deployments.http.schemas.fields import IGNORED, REFUSED, Bias, Body, Integer, Integers, Stops
 from specdec.core.errors import InvalidParameterError
-from specdec.core.params import Acceptance
+from specdec.core.params import Acceptance, Exactness
 
 MOST_BAD_WORDS = 64
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -41,6 +41,7 @@ class SamplingBody(Body):
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
         disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
         acceptance: Rule by which draft tokens are kept.
+        exactness: ``strict`` refuses a service that is not.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
         allowed_token_ids: The only tokens that may be chosen.
@@ -71,6 +72,7 @@ class SamplingBody(Body):
     num_speculative_tokens: Integer | None = None
     disable_spec_decode: bool | None = None
     acceptance: Acceptance | None = None
+    exactness: Exactness | None = None
     stream: bool | None = None
     per_request_spec_decode_metrics: MetricsDetail | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None

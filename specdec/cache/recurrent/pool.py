@@ -127,6 +127,7 @@ class StatePool:
         window: How far back they can go.
         make_states: What keeps the states of a scan.
         kernels: What moves states in steps whose rows only the device knows.
+        make_scan: What each scan is led through, such as :class:`specdec.kernels.scan.TokenByToken`.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class StatePool:
         window: Window,
         make_states: Callable[[ScanShape, int, Window], ScanStates] = scan_states,
         kernels: RecurrentKernels | None = None,
+        make_scan: Callable[[Scan], Scan] = lambda scan: scan,
     ) -> None:
         self.kernels = kernels
+        self._make_scan = make_scan
         self.window = window
         self.slots = StateSlots(num_slots)
         self.prefixes = PrefixStates(num_slots // 2)
@@ -260,7 +263,7 @@ class StatePool:
         if isinstance(self._step, StateTensors):
             assert self.kernels is not None
             return scan.result(self.kernels.scan(scan, states.kept, self._step))
-        return scan.result(states.run(scan, self._step))
+        return scan.result(states.run(self._make_scan(scan), self._step))
 
     def _take_slot(self) -> SequenceState | None:
         """A free slot, if need be that of the prefix which nobody has used for longest."""

@@ -103,9 +103,18 @@ class AdapterSlots:
             self._layers[name].put(slot, down, up)
 
     @contextmanager
-    def used(self, runs: Sequence[AdapterRun], num_tokens: int) -> Iterator[None]:
-        """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's."""
-        self._step.products = _products(runs, next(iter(self._layers.values())).down.device)
+    def used(self, runs: Sequence[AdapterRun], num_tokens: int, *, is_filled_up: bool = False) -> Iterator[None]:
+        """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's.
+
+        Args:
+            runs: Which tokens use which.
+            num_tokens: Of the pass.
+            is_filled_up: Each run is multiplied by itself, filled up to as many tokens as the pass has.
+        """
+        device = next(iter(self._layers.values())).down.device
+        self._step.products = (
+            [_product([run], device, num_tokens) for run in runs] if is_filled_up else _products(runs, device)
+        )
         self._step.slots, self._step.num_tokens = frozenset(slot for slot, _, _ in runs), num_tokens
         try:
             yield
@@ -151,9 +160,10 @@ def _products(runs: Sequence[AdapterRun], device: torch.device) -> list[_Product
     return [_product(group, device) for group in groups]
 
 
-def _product(runs: list[AdapterRun], device: torch.device) -> _Product:
+def _product(runs: list[AdapterRun], device: torch.device, least: int = 0) -> _Product:
+    """One product of runs, each filled up to the longest, or to ``least`` tokens."""
     (first_slot, first, _), (last_slot, _, last) = runs[0], runs[-1]
-    most = max(end - start for _, start, end in runs)
+    most = max(least, *(end - start for _, start, end in runs))
     slots, tokens = slice(first_slot, last_slot + 1), slice(first, last)
     if len(runs) * most == last - first:
         return _Product(slots, tokens, None, None)

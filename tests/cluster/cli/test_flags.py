@@ -49,6 +49,7 @@ EXAMPLES = {
     "max_num_seqs": 17,
     "num_speculative_tokens": 7,
     "acceptance": "rejection",
+    "strict_tile_tokens": 32,
     "logits_processors": "some.masks:digits, masks:Table.words",
     "speculation_mode": "sequential",
     "num_branches": 3,
@@ -151,6 +152,7 @@ OF_VLLM = {
     "target.allow_untested": True,
 }
 NOT_TOGETHER = OF_VLLM | {
+    "exactness": "strict",
     "target.engine": "vllm",
     "draft.heads": "some/heads",
     "draft.tree_tokens": 16,

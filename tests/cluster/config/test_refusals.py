@@ -103,6 +103,9 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"target.revision": "main"}, "target", "need a model"),
     (T | {"target.device": "cpu", "target.device_map": "auto"}, "target", "exclude each other"),
     (T | {"acceptance": "rejection"}, "acceptance", "acceptance: rejection needs drafts"),
+    (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs our own engine"),
+    (T | {"exactness": "strict", "target.quantization": "int8"}, "exactness", "needs target.quantization: none"),
+    ({"exactness": "strict", "acceptance": "rejection"}, "exactness", "exactness: strict needs acceptance: coupled"),
     ({"protocol.renew_interval_s": 4, "protocol.lease_s": 5}, "protocol", "at most a third of lease_s"),
     *(
         (T | {f"target.{key}": value}, "target", "need engine: vllm")

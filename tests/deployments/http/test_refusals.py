@@ -49,6 +49,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("num_speculative_tokens", 65),
     ("acceptance", "rejection"),
     ("acceptance", "maybe"),
+    ("exactness", "strict"),
+    ("exactness", "bits"),
     ("stop", ["x"] * 17),
     ("stop", ["x" * 1025]),
     ("cache_salt", ""),
