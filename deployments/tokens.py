@@ -10,10 +10,10 @@ from types import MappingProxyType
 from deployments.http.service import ModelInfo, SequenceRequest, ServedModel
 from deployments.transport.host import LoopHost
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
-from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine, TokenDelta
+from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, NUMERIC_CONTRACT, IngressMachine, TokenDelta
 
 FAILED = "this ingress has failed"
-PASSING = frozenset({FAILED, DRAINING, MODEL_REPLACED})
+PASSING = frozenset({FAILED, DRAINING, MODEL_REPLACED, NUMERIC_CONTRACT})
 """Reasons of an error for which the same request may be sent again: elsewhere, or later, it may succeed."""
 
 
@@ -141,7 +141,8 @@ class RoutedTokens:
                 if delta.finish == "error":
                     if delta.tokens:
                         yield replace(delta, finish=None)
-                    raise SequenceFailedError(delta.reason, is_passing=delta.reason in PASSING)
+                    code = "numeric_contract" if delta.reason == NUMERIC_CONTRACT else "generation_failed"
+                    raise SequenceFailedError(delta.reason, is_passing=delta.reason in PASSING, code=code)
                 finished = delta.finish is not None
                 yield delta
         finally:

@@ -19,6 +19,7 @@ from cluster.config.live import set_log_level
 from cluster.config.names import ROUTER
 from cluster.launch.startup import startup
 from cluster.models.identity import fingerprints
+from cluster.models.receipts import target_contract
 from cluster.models.sources import backend_of, backend_options, draft_source, ngram_options, target_source
 from cluster.models.vllm import vllm_options
 from deployments.metrics.autoscaling import Metrics
@@ -30,6 +31,7 @@ from deployments.operate.readiness import ReplicaPoll, users_load, users_poll
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.checkpoint.compat import tokenizer_width
+from specdec.checkpoint.fingerprint import digest
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
 from specdec.drafting.length.estimates import DraftGains
@@ -108,6 +110,7 @@ class TargetServer(_Worker):
             args.protocol.times(),
             worker_metrics,
             fingerprint=own.decision,
+            numeric=digest(target_contract(args)) if args.exactness == "strict" else "",
             last_interval=last_step.interval,
             ngram=ngram_options(args),
             chooser=DraftGains(steps.metrics, draft_steps.metrics if args.is_paired else None) if chooses else None,

@@ -33,7 +33,8 @@ def target_contract(args: AppArgs) -> Contract:
     if dtype == "auto":
         its_own = str(load_config(source).get_text_config(decoder=True).dtype or torch.float32)
         dtype = "float32" if device == "cpu" else its_own.removeprefix("torch.")
-    return numeric_contract(dtype, device, source.quantization)
+    tile_tokens = args.strict_tile_tokens if args.exactness == "strict" else None
+    return numeric_contract(dtype, device, source.quantization, tile_tokens)
 
 
 def receipt_issuer(args: AppArgs, tokenizer: PreTrainedTokenizerBase) -> ReceiptIssuer | None:

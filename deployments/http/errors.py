@@ -108,7 +108,7 @@ def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError
             # OpenAI's clients send again what has a status of 500 and more: this would fail again, and cost others.
             headers = {"Retry-After": str(retry_after_s)} if error.is_passing else {"x-should-retry": "false"}
             status = 503 if error.is_passing else 500
-            return ApiError(status, str(error), "server_error", code="generation_failed", headers=headers)
+            return ApiError(status, str(error), "server_error", code=error.code, headers=headers)
         case RequestValidationError():
             return _invalid_body(error.errors())
         case HTTPException():

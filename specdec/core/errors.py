@@ -44,11 +44,13 @@ class SequenceFailedError(SpecdecError):
 
     Attributes:
         is_passing: Whether the same request may succeed when it is sent again.
+        code: Stable and machine-readable.
     """
 
-    def __init__(self, reason: str, *, is_passing: bool = False) -> None:
+    def __init__(self, reason: str, *, is_passing: bool = False, code: str = "generation_failed") -> None:
         super().__init__(reason)
         self.is_passing = is_passing
+        self.code = code
 
 
 class ServiceUnavailableError(SpecdecError):

@@ -187,6 +187,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
         prompt: The log's first tokens. Messages of a batch that have the same object share it on the wire, too.
         decision: Fingerprint of everything that decides its tokens; the router refuses another (rule 14).
         output: The rest of the log.
+        numeric: Numeric contract by which the output was decided (rule 17); empty where there is none to keep.
     """
 
     seq: str
@@ -196,6 +197,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     spec: SequenceSpec
     decision: str = ""
     output: Tokens = ()
+    numeric: str = ""
 
 
 class Want(Struct, frozen=True, array_like=True, tag=True):
@@ -219,6 +221,7 @@ class NewTokens(Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         plan: By which they are drafted now, for those who ask.
+        numeric: As in :class:`Submit`, for when it is submitted again.
     """
 
     seq: str
@@ -228,6 +231,7 @@ class NewTokens(Struct, frozen=True, array_like=True, tag=True):
     notes: Notes
     prefix_hash: PrefixHash
     plan: Plan | None = None
+    numeric: str = ""
 
 
 class End(Struct, frozen=True, array_like=True, tag=True):
@@ -265,6 +269,7 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
             draft, that of the vocabulary (rule 14).
         suspects: Name of the group that it is in quarantine with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
+        numeric: As in :class:`Submit`.
     """
 
     seq: str
@@ -277,6 +282,7 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
     fingerprint: str = ""
     suspects: str = ""
     output: Tokens = ()
+    numeric: str = ""
 
 
 class Verdict(Struct, frozen=True, array_like=True, tag=True):
@@ -287,6 +293,7 @@ class Verdict(Struct, frozen=True, array_like=True, tag=True):
         prefix_hash: PrefixHash of the target's log after ``tokens``.
         finish: Why the sequence ended, if it did.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
+        numeric: The target's numeric contract (rule 17); empty where its tokens do not keep to one.
     """
 
     seq: str
@@ -297,6 +304,7 @@ class Verdict(Struct, frozen=True, array_like=True, tag=True):
     prefix_hash: PrefixHash
     finish: Finish | None = None
     reason: str = ""
+    numeric: str = ""
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=True):

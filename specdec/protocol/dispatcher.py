@@ -192,7 +192,7 @@ class WorkerPool:
 
     def choose(self, kind: WorkerKind, session: Session) -> str | None:
         """The worker of a kind that a sequence is to be opened on; None where none takes sequences."""
-        able = self._able(kind)
+        able = self._able(kind, session.refused_by)
         if len(able) < 2:
             return next(iter(able), None)
         digests = _digests(session)
@@ -205,9 +205,9 @@ class WorkerPool:
             self._counters.num_reused_prompt_tokens += BLOCK_TOKENS * cached[name]
         return name
 
-    def is_replaced(self, kind: WorkerKind) -> bool:
-        """Whether there are workers of a kind, and all of them are of another model."""
-        found = [worker.is_other_model for worker in self._workers.values() if worker.kind == kind]
+    def is_replaced(self, kind: WorkerKind, refused_by: Container[str] = ()) -> bool:
+        """Whether there are workers of a kind, and all of them are of another model, or have refused."""
+        found = [one.is_other_model or name in refused_by for name, one in self._workers.items() if one.kind == kind]
         return bool(found) and all(found)
 
     def attach(self, link: WorkerLink, name: str) -> None:
@@ -330,6 +330,7 @@ class Dispatcher:
             fingerprint=fingerprints.deciding(session.spec.model) if is_deciding else fingerprints.vocabulary,
             suspects="" if group is None else group.name,
             output=session.log.tail(len(session.log.prompt)),
+            numeric=session.numeric if is_deciding else "",
         )
         self.send(link, message)
 
@@ -385,10 +386,12 @@ class Dispatcher:
     def try_suspects(self, now_s: float) -> None:
         """Open a group of suspects on each worker that has none, the least loaded first."""
         for kind in _KINDS if self._quarantine.is_waiting else ():
-            while (name := self.workers.least_loaded(kind, self._quarantine.taken)) is not None:
+            without = set(self._quarantine.taken)
+            while (name := self.workers.least_loaded(kind, without)) is not None:
+                without.add(name)
                 group = self._quarantine.next_for(name, kind)
                 if group is None:
-                    break
+                    continue
                 self._counters.num_reopened += len(group.members)
                 for session in group.members:
                     self.workers.attach(session.target, name)

@@ -21,6 +21,7 @@ ROUTER_SLACK = 2
 """Sequences."""
 DRAINING = "the service is about to stop; send the request again"
 MODEL_REPLACED = "the model was replaced by another; send the request again"
+NUMERIC_CONTRACT = "no target is left whose numbers have the same bits; send the request again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,17 @@ class Request:
         router: Who has it now; None while nobody can be reached.
         last_seen_s: When its router last said anything of it.
         wanted_s: When it was last submitted or wanted.
+        numeric: See :class:`specdec.core.messages.NewTokens`.
     """
 
-    __slots__ = ("attempt", "last_seen_s", "log", "router", "seq", "spec", "wanted_s")
+    __slots__ = ("attempt", "last_seen_s", "log", "numeric", "router", "seq", "spec", "wanted_s")
 
     def __init__(self, seq: str, prompt: SharedTokens | Iterable[int], spec: SequenceSpec) -> None:
         self.seq = seq
         self.spec = spec
         self.log = TokenLog(prompt)
         self.attempt = 0
+        self.numeric = ""
         self.router: str | None = None
         self.last_seen_s = 0.0
         self.wanted_s = 0.0
@@ -231,6 +234,7 @@ class IngressMachine:
 
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
         request.last_seen_s = now_s
+        request.numeric = message.numeric
         length = len(request.log)
         match request.log.extend_to(message.base, message.tokens, message.prefix_hash):
             case Extension.EXTENDED:
@@ -264,7 +268,9 @@ class IngressMachine:
         if request.router is not None:
             prompt, decision = request.log.prompt, self.fingerprints.deciding(model)
             output = request.log.tail(len(prompt))
-            submit = Submit(request.seq, request.attempt, self.name, prompt, request.spec, decision, output)
+            submit = Submit(
+                request.seq, request.attempt, self.name, prompt, request.spec, decision, output, request.numeric
+            )
             self._outbox.put(request.router, submit)
 
     def _able_routers(self, model: str) -> list[str]:

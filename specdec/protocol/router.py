@@ -28,7 +28,7 @@ from specdec.core.messages import (
 from specdec.core.types import UNKNOWN, Fingerprints, Finish
 from specdec.drafting.length.plans import PlanController, Planner, Planning, WorkerKind
 from specdec.protocol.dispatcher import Dispatcher
-from specdec.protocol.ingress import MODEL_REPLACED
+from specdec.protocol.ingress import MODEL_REPLACED, NUMERIC_CONTRACT
 from specdec.protocol.leases import LeasedSequences, Outbox, Times, Tracer
 from specdec.protocol.sessions import Quarantine, RouterCounters, Session, WorkerLink
 
@@ -186,11 +186,15 @@ class RouterMachine:
         return False
 
     def _end_replaced(self) -> None:
-        """Where all targets are of another model, nobody can go on with a sequence of this one (rule 14)."""
+        """Where all targets are of another model or contract, nobody can go on with a sequence (rules 14 and 17)."""
         for session in self._sessions:
             link = session.target
-            if session.finish is None and link.worker is None and self.workers.is_replaced(link.kind):
+            if session.finish is not None or link.worker is not None:
+                continue
+            if self.workers.is_replaced(link.kind):
                 self._finish(session, "error", MODEL_REPLACED)
+            elif self.workers.is_replaced(link.kind, session.refused_by):
+                self._finish(session, "error", NUMERIC_CONTRACT)
 
     def _send_away(self, now_s: float) -> None:
         """What has no target here while this router drains is for another router: no new worker links with this one."""
@@ -294,6 +298,8 @@ class RouterMachine:
         if not self._takes(session, message):
             self._dispatcher.reopen(session, session.target, "another history", now_s)
             return
+        if message.tokens:
+            session.numeric = session.numeric or message.numeric
         if message.tokens or message.finish is not None:
             self.quarantine.leave(session)
         else:
@@ -340,7 +346,9 @@ class RouterMachine:
             return
         for link in session.links:
             if link.worker == message.worker and message.epoch == session.link_epoch(link):
-                if message.why in ("draining", "model"):
+                if message.why == "numeric":
+                    session.refused_by.add(message.worker)
+                if message.why in ("draining", "model", "numeric"):
                     self._dispatcher.refused(session, link, message.why, now_s)
                 else:
                     self._dispatcher.reopen(session, link, message.why, now_s)
@@ -376,6 +384,7 @@ class RouterMachine:
         notes = session.notes.last(len(session.log) - base)
         if base < len(session.log) or session.finish is None:
             message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, prefix_hash, session.plan)
+            message = message if not session.numeric else replace(message, numeric=session.numeric)
             self._outbox.put(session.ingress, message)
         if session.finish is not None:
             self._outbox.put(session.ingress, End(session.seq, attempt, prefix_hash, session.finish, session.reason))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.core.log import TokenLog
@@ -33,6 +33,10 @@ class SuspectGroup:
     kind: WorkerKind
     members: list[Session]
     worker: str | None = None
+
+    def may_be_on(self, worker: str) -> bool:
+        """Whether no member is known to be refused there."""
+        return not any(worker in session.refused_by for session in self.members)
 
 
 class Quarantine:
@@ -61,9 +65,9 @@ class Quarantine:
         return bool(self._waiting)
 
     @property
-    def taken(self) -> Container[str]:
+    def taken(self) -> frozenset[str]:
         """Workers on which a group is open."""
-        return self._open
+        return frozenset(self._open)
 
     def failed(self, worker: str, sessions: Sequence[Session], *, is_only_one: bool) -> list[Session]:
         """A worker has died, with these open.
@@ -108,7 +112,7 @@ class Quarantine:
         """The group whose turn it is on a worker; it counts as open there from now on."""
         if worker in self._open:
             return None
-        group = next((group for group in self._waiting if group.kind == kind), None)
+        group = next((group for group in self._waiting if group.kind == kind and group.may_be_on(worker)), None)
         if group is not None:
             self._waiting.remove(group)
             self._open[worker] = group
@@ -175,6 +179,8 @@ class Session(LeasedSequence):
         num_failures: Times in a row that its worker died as it was tried alone.
         num_deaths: Times that its worker died with it alone in quarantine, tried or not, or as its only sequence.
         failed_length: Length of the log at the newest of these.
+        numeric: Numeric contract by which it has begun; empty before, and where it keeps to none.
+        refused_by: Targets of another contract.
         span: Of it here, from its coming until nothing is open of it; None where its request is not traced.
     """
 
@@ -183,8 +189,10 @@ class Session(LeasedSequence):
         *(
             "num_deaths",
             "num_failures",
+            "numeric",
             "plan",
             "reason",
+            "refused_by",
             "span",
             "spec",
             "prompt_sent_s",
@@ -210,6 +218,8 @@ class Session(LeasedSequence):
         self.num_failures = self.num_deaths = 0
         self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
         self.drafter = WorkerLink("drafter")
+        self.numeric = message.numeric
+        self.refused_by: set[str] = set()
         self.span: Span | None = None
 
     def begin_span(self, tracer: Tracer | None) -> None:

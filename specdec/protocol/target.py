@@ -65,11 +65,12 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         backend_metrics: BackendMetrics | None = None,
         *,
         fingerprint: str = "",
+        numeric: str = "",
         last_interval: LastInterval | None = None,
         ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
-        super().__init__(name, times, backend_metrics, fingerprint=fingerprint)
+        super().__init__(name, times, backend_metrics, fingerprint=fingerprint, numeric=numeric)
         self._backend = backend
         self._last_interval = last_interval
         self._ngram = ngram
@@ -324,6 +325,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             prefix_hash,
             sequence.finish,
             sequence.reason,
+            self.numeric,
         )
         self._outbox.put(sequence.router, verdict)
 

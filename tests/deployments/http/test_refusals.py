@@ -207,7 +207,11 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"max_output_tokns": 5}, "max_output_tokns", "max_output_tokens"),
 ]
-CODES = {("acceptance", "rejection"): UNSUPPORTED, ("max_tokens", 2**80): "context_length_exceeded"}
+CODES = {
+    ("acceptance", "rejection"): UNSUPPORTED,
+    ("exactness", "strict"): UNSUPPORTED,
+    ("max_tokens", 2**80): "context_length_exceeded",
+}
 
 
 def code_of(field: str, value: Any) -> str:

@@ -1,0 +1,105 @@
+"""Rule 17: a sequence that has begun by a numeric contract goes on by an equal one, or ends."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from specdec.core.messages import End, Epoch, NewTokens, Open, Plan, Resync, Submit
+from specdec.protocol.ingress import NUMERIC_CONTRACT, IngressMachine
+from specdec.protocol.target import TargetMachine
+from tests.specdec.protocol.scripted import PROMPT
+from tests.specdec.protocol.test_router import SPEC, TIMES, P, join, new_tokens, submitted, verdict
+from tests.specdec.protocol.test_target import Oracle, open_message
+
+
+def refusals(machine):
+    return [message.why for message in machine.take_outbox().get("R", []) if isinstance(message, Resync)]
+
+
+def test_a_target_refuses_what_has_begun_by_another_contract_and_names_its_own():
+    for own, begun, expected in (
+        *(("a", "b", ["numeric"]), ("a", "a", []), ("a", "", [])),
+        *(("", "b", []), ("", "", [])),
+    ):
+        machine = TargetMachine("W", Oracle(), TIMES, numeric=own)
+        machine.receive(replace(open_message(), numeric=begun), 0.0)
+        assert refusals(machine) == expected
+        if not expected:
+            machine.step(0.0)
+            assert [message.numeric for message in machine.take_outbox()["R"]] == [own]
+
+
+def begun(numeric="a"):
+    """A router with a sequence that T0 has given two tokens, and another target."""
+    machine = submitted("T0", plan=Plan(0))
+    join(machine, "T1")
+    machine.receive(replace(verdict(0, (0, 1)), numeric=numeric), 0.0)
+    return machine
+
+
+def test_the_contract_goes_to_the_ingress_and_to_the_next_target():
+    machine = begun()
+    (told,) = (message for message in machine.take_outbox()["I"] if isinstance(message, NewTokens))
+    assert told.numeric == "a"
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    (opened,) = (message for message in machine.take_outbox()["T1"] if isinstance(message, Open))
+    assert (opened.numeric, opened.output) == ("a", (0, 1))
+
+
+def test_a_sequence_goes_past_those_of_another_contract():
+    machine = begun()
+    join(machine, "T2")
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    sent = machine.take_outbox()
+    (first,) = (name for name in ("T1", "T2") if any(isinstance(message, Open) for message in sent.get(name, ())))
+    (second,) = {"T1", "T2"} - {first}
+    machine.receive(Resync(first, "s", Epoch(1, 1), 0, "numeric"), 0.0)
+    machine.step(0.0)
+    sent = machine.take_outbox()
+    assert [message.numeric for message in sent[second] if isinstance(message, Open)] == ["a"]
+    assert not any(isinstance(message, (End, Open)) for message in (*sent.get("I", ()), *sent.get(first, ())))
+
+
+def test_where_none_of_its_contract_is_left_it_ends():
+    machine = begun()
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    machine.take_outbox()
+    machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "numeric"), 0.0)
+    machine.step(1.0)
+    (end,) = (message for message in machine.take_outbox()["I"] if isinstance(message, End))
+    assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
+
+
+def test_it_waits_where_there_is_no_target_at_all():
+    machine = begun()
+    machine.worker_lost("T1", 0.0)
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    assert not any(isinstance(message, End) for message in machine.take_outbox()["I"])
+    join(machine, "T2")
+    machine.step(0.0)
+    assert [message.numeric for message in machine.take_outbox()["T2"] if isinstance(message, Open)] == ["a"]
+
+
+def test_what_keeps_to_no_contract_goes_on_anywhere():
+    machine = begun(numeric="")
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    assert [message.numeric for message in machine.take_outbox()["T1"] if isinstance(message, Open)] == [""]
+
+
+def test_an_ingress_submits_again_with_the_contract():
+    machine = IngressMachine("I", TIMES)
+    for name in ("R0", "R1"):
+        machine.router_joined(name, 0.0)
+    machine.start("s", PROMPT, SPEC, 0.0)
+    ((first, _),) = machine.take_outbox().items()
+    machine.receive(replace(new_tokens(0, (0, 1), (0, 1)), numeric="a"), 0.0)
+    machine.take_outbox()
+    machine.router_lost(first, 0.0)
+    ((_, (again,)),) = machine.take_outbox().items()
+    assert isinstance(again, Submit)
+    assert (again.numeric, again.output, len(again.prompt)) == ("a", (0, 1), P)
