@@ -1,0 +1,51 @@
+"""Bits of logits over batches, drafts, chunks, cached prefixes and lost caches: none differ under strict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.flips import Case, FlipRuns, Texts
+from cluster.models.demos import demo_folder
+from specdec.models.loading import LoadedModel, ModelSource, load_model, prepare_model
+from tests.specdec.models.families import randomize
+
+TEXTS = Texts(num_prompt=48, num_output=40)
+CASES = [Case(1, 4, 7, True), Case(6, 0, 20, False), Case(6, 8, 48, True), Case(6, 4, 7, False)]
+
+
+@pytest.fixture(scope="module")
+def wide() -> LoadedModel:
+    """Of a hidden size whose products libraries split."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=2048,
+        intermediate_size=2816,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+    )
+    return prepare_model(randomize(LlamaForCausalLM(config), 0).to(torch.bfloat16), "wide")
+
+
+def differing(loaded: LoadedModel, tile_tokens: int | None) -> tuple[int, int]:
+    runs = FlipRuns(loaded, tile_tokens, TEXTS, 6)
+    found = [runs.compare(case) for case in CASES]
+    return sum(flips.num_positions for flips in found), sum(flips.num_bits for flips in found)
+
+
+@pytest.mark.parametrize("tile_tokens", [8, 16])
+def test_strict_differs_nowhere(wide: LoadedModel, tile_tokens: int) -> None:
+    assert differing(wide, tile_tokens) == (19 * 88, 0)
+
+
+def test_fast_differs(wide: LoadedModel) -> None:
+    assert differing(wide, None)[1] > 0
+
+
+@pytest.mark.parametrize("name", ["target", "hybrid"])
+def test_strict_differs_nowhere_with_a_demo_target(name: str) -> None:
+    loaded = load_model(ModelSource(str(demo_folder(name)), dtype="bfloat16", device="cpu"))
+    assert differing(loaded, 16)[1] == 0
