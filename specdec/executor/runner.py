@@ -660,9 +660,7 @@ class ModelRunner:
                 runs.append((adapter, start, end))
         return slots.used(runs, num_tokens, is_filled_up=self.tile_tokens is not None) if runs else nullcontext()
 
-    def _state_rows(
-        self, rows: Sequence[RowInput], parts: Sequence[RowPart]
-    ) -> list[tuple[SequenceState, StateRow]]:
+    def _state_rows(self, rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[tuple[SequenceState, StateRow]]:
         """Of a pass each row's recurrent state with what becomes of it; nothing where the model has none."""
         if not isinstance(self.states, StatePool):
             return []
