@@ -38,6 +38,7 @@ class StepShape:
         max_updates: U, differences of the state that go with a step.
         has_trees: Whether drafts may be trees.
         has_states: Whether rows have recurrent states.
+        has_adapters: Whether rows may use adapters.
     """
 
     max_rows: int
@@ -45,6 +46,7 @@ class StepShape:
     max_updates: int
     has_trees: bool = False
     has_states: bool = False
+    has_adapters: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -60,13 +62,15 @@ class StepShape:
         - ``parents``: [T], of a draft in a tree which draft of its row it follows, -1 for the token before them;
           ``NO_PARENT`` for all others. [0] without trees.
         - ``states``: [4, R], slot, oldest, newest and oldest_after of :class:`StateTensors`. [4, 0] without states.
+        - ``adapter``: [R], the slot of the row's adapter; -1 for none. [0] without adapters.
         - ``update_word``, ``update_value``: [U]; see :meth:`SlotUpdates.stage`.
         """
         rows = [Field(name, (self.max_rows + 1,)) for name in ("slot", "num_tokens", "num_drafts", "num_logits")]
         updates = [Field(name, (self.max_updates,)) for name in (UPDATE_WORD, UPDATE_VALUE)]
         parents = Field("parents", (self.max_tokens if self.has_trees else 0,))
         states = Field("states", (4, self.max_rows + 1 if self.has_states else 0))
-        return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, states, *updates))
+        adapter = Field("adapter", (self.max_rows + 1 if self.has_adapters else 0,))
+        return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, states, adapter, *updates))
 
 
 def lay_out(
@@ -81,6 +85,7 @@ def lay_out(
     tokens: ArrayLike,
     parents: Mapping[int, Sequence[int]] | None = None,
     states: NDArray[np.int64] | None = None,
+    adapters: NDArray[np.int64] | None = None,
     is_checked: bool = False,
 ) -> None:
     """Write a step's rows into its input; differences of the state are written by :meth:`SlotUpdates.stage`.
@@ -96,6 +101,7 @@ def lay_out(
         tokens: All rows' behind one another, int32.
         parents: By index the rows whose drafts are a tree, of each draft the one that it follows, or -1.
         states: [4, R] of the rows, where the shape has states.
+        adapters: [R] of the rows, where the shape has adapters; None where no row uses one.
         is_checked: The caller has seen to it that rows are as said, and not more than the shape holds.
 
     Raises:
@@ -109,6 +115,10 @@ def lay_out(
     slot[:n], count[:n], drafts[:n], logits[:n] = slots, num_tokens, num_drafts, num_logits
     slot[n:], count[n:], drafts[n:], logits[n:] = padding_slot, 0, 0, 0
     arrays["tokens"][: len(ids)], arrays["tokens"][len(ids) :] = ids, 0
+    if shape.has_adapters:
+        arrays["adapter"][:] = -1
+        if adapters is not None:
+            arrays["adapter"][:n] = adapters
     if states is not None and shape.has_states:
         arrays["states"][:, :n] = states
     if shape.has_trees:
@@ -168,6 +178,7 @@ class DerivedStep:
         token_end: [R], the end of each row's tokens.
         attention: Of each group of layers.
         states: Of recurrent layers, in a step with padding where the shape has states.
+        token_adapter: [T], the slot of each token's adapter, or -1; in a step with padding, where the shape has any.
     """
 
     tokens: Tensor
@@ -176,6 +187,7 @@ class DerivedStep:
     token_end: Tensor
     attention: tuple[AttentionStep, ...]
     states: StateTensors | None = None
+    token_adapter: Tensor | None = None
 
     def cut(self, start: int, stop: int) -> DerivedStep:
         """The pass over the tokens from ``start`` to ``stop`` alone, after those before them; rows are as they were."""
@@ -275,7 +287,9 @@ class Deriver:
             )
             for table in self._tables
         )
-        states = None
+        states = token_adapter = None
+        if is_padded and self.shape.has_adapters:
+            token_adapter = given["adapter"].index_select(0, row)
         if is_padded and self.shape.has_states:
             states = self._states(given, start, token_start, row, token, place)
         return DerivedStep(
@@ -285,6 +299,7 @@ class Deriver:
             token_end=token_end,
             attention=attention,
             states=states,
+            token_adapter=token_adapter,
         )
 
     def _states(

@@ -160,6 +160,7 @@ class ModelRunner:
         self._limits: ExecutorLimits | None = None
         self._steps = Steps(self.pool, loaded.device, tile_tokens=tile_tokens or 1)
         self._graphs: StepGraphs | None = None
+        self._adapter_graphs: StepGraphs | None = None
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
         self._layers: CompiledLayers | None = None
         self.states: StatePool | SnapshotPool | None = None
@@ -424,15 +425,18 @@ class ModelRunner:
         sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
         num_logits = int(own.num_logits.sum())
         has_adapters = self.loaded.adapters is not None and any(row.adapter is not None for row in rows)
-        size = None if self._graphs is None or has_adapters else self._graphs.size_for(num_tokens, num_logits)
+        graphs = self._adapter_graphs if has_adapters else self._graphs
+        size = None if graphs is None else graphs.size_for(num_tokens, num_logits)
+        if has_adapters:
+            own = replace(own, adapters=np.array([-1 if row.adapter is None else row.adapter for row in rows]))
         parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
         states = [] if self.tile_tokens is not None else self._state_rows(rows, parts)
         if states:
             own = replace(own, states=state_array([after for _, after in states]))
-        if self._graphs is not None and size is not None:
+        if graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
                 self.extra = self._steps.upload(sequences, own, tokens, extra)
-                output = self._graphs.launch(size)
+                output = graphs.launch(size)
             self.progress.advance(self.loaded.device)
             wanted: slice | torch.Tensor = slice(num_tokens)
             if num_logits < num_tokens:
@@ -553,14 +557,18 @@ class ModelRunner:
         caches = {"past_key_values": self._cache, "attention_context": self._attention}
         return forward(features, step.tokens, step.position, **caches)
 
-    def _run_padded(self, steps: Steps, num_tokens: int) -> PassOutput:
-        """The model over the newest upload and padding: what a graph holds."""
+    def _run_padded(self, steps: Steps, has_adapters: bool, num_tokens: int) -> PassOutput:
+        """The model over the newest upload and padding, with adapters or as it is: what a graph holds."""
         step = steps.derive(num_tokens)
-        if step.states is None:
-            return self._run(steps, step, None)
-        assert isinstance(self.states, StatePool)
-        self.states.begin(step.states)
-        with self._functions:
+        if step.states is not None:
+            assert isinstance(self.states, StatePool)
+            self.states.begin(step.states)
+        adapted: AbstractContextManager[None] = nullcontext()
+        if has_adapters:
+            assert self.loaded.adapters is not None
+            assert step.token_adapter is not None
+            adapted = self.loaded.adapters.used_by(step.token_adapter)
+        with self._functions, adapted:
             return self._run(steps, step, None)
 
     def record_graphs(self, limits: ExecutorLimits, backend: str | Callable[..., Any] | None = None) -> None:
@@ -576,28 +584,35 @@ class ModelRunner:
         self.graphs_failure = self._unrecordable()
         if self.graphs_failure:
             return
-        steps = Steps(self.pool, self.loaded.device, limits, has_states=self.states is not None)
+        may_adapt = self.loaded.adapters is not None and self.tile_tokens is None
+        steps = Steps(self.pool, self.loaded.device, limits, self.states is not None, has_adapters=may_adapt)
         steps.upload_nothing()
         if backend is not None:
             self._compile_layers(steps, limits, backend)
-        graphs = StepGraphs(partial(self._run_padded, steps), self.loaded.device)
+        graphs, adapted = (
+            StepGraphs(partial(self._run_padded, steps, own), self.loaded.device) for own in (False, True)
+        )
         self.graphs_failure = graphs.record(limits.graph_sizes)
         if self.graphs_failure and self._layers is not None:
             self.compile_failure, self.graphs_failure = self.graphs_failure, ""
             self._layers.undo()
             self._layers = None
             self.graphs_failure = graphs.record(limits.graph_sizes)
+        if may_adapt and not self.graphs_failure:
+            self.graphs_failure = adapted.record(limits.graph_sizes)
         for number, group in enumerate(self.pool.groups):
             self._cache.clear(number, [group.null_block])  # what padding has written
         if not self.graphs_failure:
             self._steps.forget()
-            self._steps, self._limits, self._graphs, self.graphs_bytes = steps, limits, graphs, graphs.num_bytes
+            self._steps, self._limits, self._graphs = steps, limits, graphs
+            self._adapter_graphs = adapted if may_adapt else None
+            self.graphs_bytes = graphs.num_bytes + adapted.num_bytes
 
     def forget_graphs(self) -> None:
         """Undo :meth:`record_graphs`: the model may get another runner."""
         if self._layers is not None:
             self._layers.undo()
-        self._layers = self._limits = self._graphs = None
+        self._layers = self._limits = self._graphs = self._adapter_graphs = None
         self._steps = Steps(self.pool, self.loaded.device)
 
     @torch.inference_mode()

@@ -36,6 +36,7 @@ class StepRows:
         num_logits: How many of the last ones want logits.
         parents: By index the rows that end with a tree; see :class:`specdec.executor.runner.RowInput`.
         states: [4, R], each row's recurrent state; see :attr:`specdec.executor.derive.StepShape.layout`.
+        adapters: [R], slots of the rows' adapters, -1 for none; None where no row uses one.
     """
 
     tokens: NDArray[np.int32]
@@ -44,6 +45,7 @@ class StepRows:
     num_logits: NDArray[np.int64]
     parents: Mapping[int, Sequence[int]]
     states: NDArray[np.int64] | None = None
+    adapters: NDArray[np.int64] | None = None
 
 
 class Steps:
@@ -57,6 +59,7 @@ class Steps:
         limits: The largest step, for memory that stays where it is.
         has_states: Whether rows have recurrent states that the device is to know, in a step with padding.
         tile_tokens: Steps are filled up to a multiple of so many tokens.
+        has_adapters: The same of adapters.
 
     Attributes:
         staging: The newest shape's.
@@ -69,6 +72,7 @@ class Steps:
         limits: ExecutorLimits | None = None,
         has_states: bool = False,
         tile_tokens: int = 1,
+        has_adapters: bool = False,
     ) -> None:
         self._pool, self._device, self._limits, self._tile_tokens = pool, device, limits, tile_tokens
         self._null_blocks = tuple(group.null_block for group in pool.groups)
@@ -82,7 +86,7 @@ class Steps:
             self._make_state(2 * limits.max_rows, pool.blocks_for(limits.max_length) + 1)
             max_tokens = max(limits.max_tokens, limits.graph_sizes[-1])
             shape = _step_shape(limits.max_rows, max_tokens, limits.has_trees)
-            self._make_step(replace(shape, has_states=has_states))
+            self._make_step(replace(shape, has_states=has_states, has_adapters=has_adapters))
 
     @property
     def bounds(self) -> StepBounds:
@@ -207,6 +211,7 @@ class Steps:
             tokens=rows.tokens,
             parents=rows.parents,
             states=rows.states,
+            adapters=rows.adapters,
             is_checked=not rows.parents,
         )
         return self.staging.upload(extra)

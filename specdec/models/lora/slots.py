@@ -111,6 +111,7 @@ class AdapterSlots:
             num_tokens: Of the pass.
             is_filled_up: Each run is multiplied by itself, filled up to as many tokens as the pass has.
         """
+        assert self._step.is_other is None
         device = next(iter(self._layers.values())).down.device
         self._step.products = (
             [_product([run], device, num_tokens) for run in runs] if is_filled_up else _products(runs, device)
@@ -120,6 +121,23 @@ class AdapterSlots:
             yield
         finally:
             self._step.slots = frozenset()
+
+    @contextmanager
+    def used_by(self, slots: torch.Tensor) -> Iterator[None]:
+        """Around a forward pass whose tokens only the device knows.
+
+        Every layer multiplies every token with all slots, side by side as one matrix, and drops what is of others.
+
+        Args:
+            slots: int32 [tokens], of each token; -1 for none.
+        """
+        of_column = torch.arange(self.room.max_loras, dtype=torch.int32, device=slots.device)
+        is_other = slots.unsqueeze(1) != of_column
+        self._step.is_other = is_other.repeat_interleave(self.room.max_rank, dim=1)
+        try:
+            yield
+        finally:
+            self._step.is_other = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +157,19 @@ class _Product:
 
 @dataclass(slots=True)
 class _Step:
-    """What is to be done in the step that runs."""
+    """What is to be done in the step that runs.
+
+    Attributes:
+        products: Of a step whose tokens the host knows.
+        slots: Which it uses.
+        num_tokens: Of that step.
+        is_other: Of one whose tokens only the device knows: bool [tokens, slots x rank].
+    """
 
     products: list[_Product] = field(default_factory=list)
     slots: frozenset[int] = frozenset()
     num_tokens: int = 0
+    is_other: torch.Tensor | None = None
 
 
 def _products(runs: Sequence[AdapterRun], device: torch.device) -> list[_Product]:
@@ -192,6 +218,8 @@ class _Layer:
 
     def staged(self, weight: torch.Tensor) -> torch.Tensor:
         weight = weight.to(self.down.dtype).contiguous()
+        if not weight.isfinite().all():  # it is multiplied by zeros for other sequences' tokens
+            raise ModelLoadError(f"an adapter's weights for {self._name} are too large for {self.down.dtype}")
         return weight.pin_memory() if self.down.is_cuda else weight
 
     def put(self, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
@@ -201,6 +229,9 @@ class _Layer:
 
     def _add(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         step = self._step
+        if step.is_other is not None:
+            self._add_by_token(inputs, outputs, step.is_other)
+            return
         if step.slots.isdisjoint(self._filled):
             return
         inputs, outputs = inputs.reshape(-1, inputs.shape[-1]), outputs.view(-1, outputs.shape[-1])
@@ -212,6 +243,14 @@ class _Layer:
             narrow = torch.bmm(rows.view(len(down), -1, rows.shape[-1]), down)
             added = torch.bmm(narrow, self.up[product.slots]).view(-1, outputs.shape[-1])
             outputs[product.tokens] += _selected(added, product.places)
+
+    def _add_by_token(self, inputs: torch.Tensor, outputs: torch.Tensor, is_other: torch.Tensor) -> None:
+        inputs, outputs = inputs.reshape(-1, inputs.shape[-1]), outputs.view(-1, outputs.shape[-1])
+        if len(inputs) != len(is_other):
+            raise ValueError(f"adapters cannot change {self._name}: it reads other inputs than the step's tokens")
+        down, up = self.down.flatten(0, 1), self.up.flatten(0, 1)
+        narrow = (inputs.to(down.dtype) @ down.t()).masked_fill(is_other.to(down.device), 0.0)
+        outputs += narrow @ up
 
 
 def _selected(rows: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:

@@ -22,20 +22,21 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor import staging
 from specdec.executor.graphs import ExecutorLimits
-from specdec.executor.runner import ModelRunner
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.executor.staging import Arrays, Record
 from specdec.kernels import recurrent
 from specdec.kernels.recurrent import KeptStates, StateTensors
 from specdec.kernels.sample import record_width
 from specdec.kernels.scan import Mamba1, Mamba2, Scan
 from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from tests.specdec.executor.test_derive import BREAKS
 from tests.specdec.executor.test_steps import META, Nothing, on
 from tests.specdec.models.families import VOCAB_SIZE
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
-from tests.specdec.operators import DeviceOnly
+from tests.specdec.operators import DeviceOnly, Operators
 
 ANY = Grammar("json_object", "")
 FEATURES = {
@@ -252,6 +253,28 @@ def test_a_whole_step_of_a_hybrid_is_one_upload_and_one_download(family: str) ->
             assert (seen.num_uploads, len(downloads)) == (1, 1)
             layers = target.runner.loaded.recurrent_layers
             assert kernels.num_launched == sum((x.convolution is not None) + len(x.scans) for x in layers)
+
+
+@torch.no_grad()
+def test_a_pass_with_adapters_is_one_upload_and_one_without_multiplies_by_none() -> None:
+    loaded = on(META, "llama")
+    slots = AdapterSlots(loaded.model, LoRAConfig(4, 8))
+    runner = ModelRunner(replace(loaded, adapters=slots), num_blocks=100, kernel="nothing:Nothing")
+    runner.record_graphs(ExecutorLimits(4, 64, 64, 3))
+    sequences = [runner.new_sequence() for _ in range(3)]
+
+    def launch(adapters: Sequence[int | None]) -> int:
+        for sequence in sequences:
+            assert runner.reserve(sequence, len(sequence) + 2)
+        rows = [RowInput(one, [5, 6], 2, adapter=slot) for one, slot in zip(sequences, adapters, strict=True)]
+        with DeviceOnly(runner._steps.staging.words) as seen, Operators() as operators:
+            runner._launch(rows)
+        assert seen.num_uploads == 1
+        return sum("mm" in name for name in operators.names)
+
+    plain = launch([None, None, None])
+    assert launch([1, None, 3]) == launch([0, 0, 2]) == plain + 2 * len(slots.shapes)
+    assert launch([None, None, None]) == plain
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -19,7 +19,11 @@ import torch
 from specdec.core.errors import NOT_FINITE
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
+from specdec.engine.pair import PairedTarget
+from specdec.engine.target import ModelTarget
+from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import slots as pool_module
@@ -33,8 +37,10 @@ from tests.specdec.engine.pairs import (
     Case,
     add_noise,
     assert_same,
+    backend,
     collect,
     greedy,
+    make_draft,
     make_service,
     prepare_tiny,
     run,
@@ -134,6 +140,23 @@ def test_a_seed_gives_the_same_tokens_whatever_drafts_and_however_many_slots(
         outputs, stats = run(make_service("llama", NOISE, 3, adapters=room), cases)
         assert outputs == plain
         assert stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_pair_in_one_process_gives_the_tokens_without_drafts(is_padded: bool, adapters: dict[str, Adapter]) -> None:
+    """With the draft's own adapters, also where only the device knows which tokens use which."""
+    cases = make_cases(adapters, SAMPLED, has_twins=True)
+    wanted, _ = run(make_service("llama", NOISE, 0, adapters=ROOM), cases)
+    target = backend(ModelTarget, make_model("llama"), adapters=ROOM)
+    drafter = backend(ModelDrafter, make_draft("llama", NOISE), adapters=ROOM)
+    if is_padded:
+        for one in (target, drafter):
+            one._runner.record_graphs(ExecutorLimits(16, 64, 112, 4))
+            assert not one._runner.graphs_failure
+    outputs, stats = run(InProcessService(PairedTarget(target, drafter, 4), None, 0), cases)
+    assert outputs == wanted
+    assert stats.num_accepted_tokens > 20
+    assert drafter.metrics()["num_adapter_loads"] >= len(adapters)
 
 
 def test_a_draft_with_the_adapters_twin_is_right_more_often(adapters: dict[str, Adapter], tmp_path: Path) -> None:

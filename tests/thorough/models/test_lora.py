@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import Adapter
+from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import ModelSource, load_model, prepare_model
 from specdec.models.lora.checkpoint import AdapterCheckpoint
@@ -113,6 +114,20 @@ def test_every_row_of_a_mixed_step_has_the_logits_of_peft(family: str, tmp_path:
     assert [distance(*pair) > 0.1 for pair in zip(plain, wanted, strict=True)] == [i is not None for i in chosen]
     swapped = mixed_step(runner, rows, [1, None, 0, 2, 2, 3, 0])
     assert [distance(*pair) > 0.1 for pair in zip(swapped, wanted, strict=True)] == [True, False, True, *[False] * 4]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_steps_of_fixed_sizes_have_the_logits_of_peft(family: str, tmp_path: Path) -> None:
+    """Which tokens use which adapter only the device knows."""
+    adapters = make_adapters(tmp_path, family)
+    rows, chosen = make_rows(9, 4, 2, 14), [2, None, 0, 3]
+    wanted = [peft_logits(family, None if i is None else adapters[i], row) for i, row in zip(chosen, rows, strict=True)]
+    runner = make_runner(family, adapters)
+    runner.record_graphs(ExecutorLimits(max_rows=4, max_tokens=64, max_length=40, max_draft_tokens=7))
+    assert not runner.graphs_failure
+    for _ in range(2):
+        assert max(map(distance, mixed_step(runner, rows, chosen), wanted)) < 1e-5
+        assert distance(mixed_step(runner, rows, [None] * 4)[0], wanted[0]) > 0.1
 
 
 @pytest.mark.parametrize("lengths", [(8, 8, 8, 8), (8, 12, 6, 14), (2, 40, 8, 8)], ids=["one", "filled up", "apart"])
