@@ -345,12 +345,11 @@ class BlockPool:
         short = [one for one in zip(sequences, lengths, strict=True) if one[1] > one[0].room or self._windowed]
         if any(sequence.may_share_tail for sequence in sequences):
             return False
-        for sequence, _ in short:
-            self._pass_by(sequence)
         for i, group in enumerate(self.groups):
             needed = [self.blocks_for(length) - len(sequence.tables[i]) for sequence, length in short]
             if sum([number for number in needed if number > 0]) > group.num_free:
                 return False
+        # Windows are passed one by one, as blocks are taken: the order says which others are kept for reuse.
         return all(self.reserve(*one) for one in short)
 
     def fits(
