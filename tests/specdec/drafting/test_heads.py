@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from cluster.config.app import AppArgs
 from cluster.models.sources import backend_options
 from specdec.core.drafts import Draft, path_to
 from specdec.core.errors import InvalidParameterError, ModelLoadError
 from specdec.core.params import SamplingParams
+from specdec.core.tokens import as_list
 from specdec.drafting.heads import HeadDrafter, HeadRow, HeadsOptions, load_heads, with_heads
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
@@ -29,11 +31,9 @@ MODULE = '''
 from copy import deepcopy
 from dataclasses import replace
 
-from torch.nn.functional import cosine_similarity
-
 
 class Itself:
-    """A copy of the target, with a cache of its own; it reads each token but the first, and checks states."""
+    """A copy of the target, with a cache of its own; it reads each token but the first, and nothing of the states."""
 
     num_tokens, num_bytes, hidden_layers = None, 0, (0,)
 
@@ -45,14 +45,9 @@ class Itself:
         self.cache_layers = tuple(replace(layer, index=layer.index + count) for layer in target.attention_layers)
 
     def fuse(self, states):
-        self.is_new = True
         return states[0]
 
     def forward(self, features, tokens, positions, **caches):
-        if self.is_new:  # they are embeddings, each of the token that the one before it came with
-            wanted, follows = self.model.get_input_embeddings()(tokens)[:-1], positions[1:] == positions[:-1] + 1
-            assert cosine_similarity(features[1:], wanted)[follows].gt(0.999).all()
-        self.is_new = False
         output = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=True, **caches)
         return output.last_hidden_state[0]
 
@@ -86,6 +81,9 @@ def serve(
 
     class Noted(HeadDrafter):
         def drafts(self, states: Sequence[Tensor], rows: Sequence[HeadRow]) -> list[Draft]:
+            for row in rows:  # states are embeddings, each of the token that the one before it came with
+                wanted = loaded.model.get_input_embeddings()(torch.tensor(as_list(row.tokens)))[:-1]
+                assert cosine_similarity(states[0][row.states][1:], wanted).gt(0.999).all()
             drafts = super().drafts(states, rows)
             if made is not None:
                 made.extend((list(map(int, row.text)), draft) for row, draft in zip(rows, drafts, strict=True))
