@@ -83,7 +83,7 @@ def ran(clone: Path, *lines: str) -> str:
 
 def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
     typed = commands(PAGE)
-    assert len(typed) == 6
+    assert len(typed) == 5
     printed = ran(tmp_path / "clone", *typed, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 13")
     assert "serveConfigV2" in printed
 

@@ -17,7 +17,7 @@ from tests.k8s.test_monitoring import ALERTS, DASHBOARDS, queries
 
 
 def promtool(*arguments: object) -> None:
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
