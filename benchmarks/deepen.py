@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import specdec.demo
 from examples.train_draft.models import export, from_fields, num_parameters
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 
 DEMO = Path(specdec.demo.__path__[0])

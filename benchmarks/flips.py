@@ -20,7 +20,8 @@ from itertools import product
 import torch
 
 from specdec.core.tokens import TokenBuffer
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, ModelSource, load_model
 
 BATCHES, DRAFTS, CHUNKS, CACHED = (1, 4, 16, 64), (0, 4, 8), (256, 48, 7), (False, True)

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_model
 
 KINDS = {

@@ -24,7 +24,8 @@ from examples.train_draft.corpus import documents, standard_library
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.core.types import Quantization
 from specdec.engine.build import build_target
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import load_tokenizer
 
 OPTIONS = BackendOptions(max_model_len=512, max_num_seqs=2, skip_parity_check=True)

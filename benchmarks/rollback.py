@@ -15,7 +15,8 @@ from benchmarks.rollback_costs import METHODS, RollbackCost, RollbackCosts, Roll
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, checked_window, state_bytes
 from specdec.cache.recurrent.slots import Window
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
 
 

@@ -15,7 +15,8 @@ from benchmarks.gpu.pairs import near_pair
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.steps import SHAPES
 from specdec.engine.results import SpecStats
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.noise import gumbel
 
 TIE = 1e-4

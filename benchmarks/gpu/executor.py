@@ -24,7 +24,8 @@ from specdec.cache.blocks import CachedSequence
 from specdec.core.errors import ModelLoadError
 from specdec.executor import records
 from specdec.executor.graphs import ExecutorLimits
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.hidden import AFTER_NORM, HiddenStates
 from specdec.models.loading import LoadedModel
 from specdec.models.parity_check import check_admission

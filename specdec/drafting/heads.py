@@ -25,7 +25,8 @@ from specdec.core.errors import ModelLoadError
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, as_list, followed
 from specdec.drafting.registry import HEADS
-from specdec.executor.runner import HeadInput, ModelRunner
+from specdec.executor.rows import HeadInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.hidden import HiddenStates
 from specdec.models.loading import LoadedModel
 from specdec.models.probe import AttentionLayer

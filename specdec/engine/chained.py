@@ -15,7 +15,8 @@ from torch import Tensor
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
 from specdec.sampling.acceptance import Drawn, drawn_coupled, rank_coupled
 from specdec.sampling.on_kernels import LaidOut

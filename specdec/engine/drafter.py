@@ -20,7 +20,8 @@ from specdec.engine.backend import ModelBackend
 from specdec.engine.chained import ChainRow, draw_chained
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
 from specdec.sampling.acceptance import Drawn, propose
 from specdec.sampling.pipeline import RowGroup, Sampler

@@ -11,7 +11,8 @@ import torch
 from specdec.core.errors import InvalidParameterError, MemoryPlanError
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.sequences import Rank, SequenceStates
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.text.prompts import check_token_ids, encode_text
 

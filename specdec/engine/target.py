@@ -27,7 +27,8 @@ from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import Rank, SequenceStates, prefix_salt, rank_of
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.acceptance import Decision
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler

@@ -22,7 +22,8 @@ from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.heads import DraftHeads
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.merged import merge_weights
-from specdec.executor.runner import HeadInput, ModelRunner, RowInput
+from specdec.executor.rows import HeadInput, RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.kernels.gather import max_group_numbers
 from specdec.models.hidden import layers_of
 from specdec.models.loading import LoadedModel

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
 from specdec.cache.recurrent.binding import bind
-from specdec.cache.recurrent.opaque import SnapshotPool
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.core.errors import reason_of
-from specdec.core.tokens import TokenSequence
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
 from specdec.executor.paged_cache import PagedCache, group_window
+from specdec.executor.rows import HeadInput, RowInput, adapter_runs, keep_states, state_array, state_moves, state_row
+from specdec.executor.sequence_cache import SequenceCache
 from specdec.executor.steps import StepRows, Steps
 from specdec.executor.tiles import RowPart, tiles_of
 from specdec.kernels.attention import AttentionContext
@@ -35,50 +35,14 @@ from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.kernels.scan import TokenByToken
 from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
-from specdec.models.lora.slots import AdapterPool, AdapterRun
+from specdec.models.lora.slots import AdapterPool
 from specdec.models.probe import cache_argument
 
 _COMPILED_TOKENS = 67
 """Tokens of the step that layers are compiled by: few, as most steps have, and as many as no other size of a model."""
 
 
-class RowInput(NamedTuple):
-    """One sequence's part in a forward pass.
-
-    Attributes:
-        sequence: What is cached of it; room for ``tokens`` is reserved.
-        tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
-        num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
-        parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them, whose
-            logits are wanted like theirs; they are cached one after another, and :meth:`ModelRunner.keep_paths` comes
-            next.
-        adapter: Slot of the adapter that they use; None for the model as it is.
-    """
-
-    sequence: CachedSequence
-    tokens: Sequence[int]
-    num_logits: int
-    parents: Sequence[int] = ()
-    adapter: int | None = None
-
-
-class HeadInput(NamedTuple):
-    """One sequence's part in a pass of heads; see :meth:`ModelRunner.forward_heads`.
-
-    Attributes:
-        sequence: In whose blocks there is room for the tokens.
-        start: Position at which the first of them is cached.
-        tokens: At least one, and one more than ``parents`` has.
-        parents: As of a :class:`RowInput`: the last tokens are a tree.
-    """
-
-    sequence: CachedSequence
-    start: int
-    tokens: Sequence[int]
-    parents: Sequence[int] = ()
-
-
-class ModelRunner:
+class ModelRunner(SequenceCache):
     """A model and its paged cache. Used by one thread at a time.
 
     Args:
@@ -134,6 +98,15 @@ class ModelRunner:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
             raise ValueError(f"vocab_size must be in [1, {loaded.vocab_size}], got {vocab_size}")
+        windows = [group_window(layer) for layer in loaded.attention_layers]
+        blocks = BlockPool(
+            num_blocks,
+            block_size,
+            {window: (window_blocks or {}).get(window, num_blocks) for window in windows if window is not None},
+            has_full_layers=not windows or None in windows,
+            lookahead_tokens=lookahead_tokens,
+        )
+        super().__init__(blocks)
         self.loaded = loaded
         self.progress = StepProgress()
         self.hidden: tuple[torch.Tensor, ...] = ()
@@ -141,14 +114,6 @@ class ModelRunner:
         self.is_finite = torch.ones(0, dtype=torch.bool)
         self._counts: tuple[NDArray[np.int64], ...] = ()  # tokens, and rows of logits, of each row of the newest step
         self._finite_tokens: torch.Tensor | None = None
-        windows = [group_window(layer) for layer in loaded.attention_layers]
-        self.pool = BlockPool(
-            num_blocks,
-            block_size,
-            {window: (window_blocks or {}).get(window, num_blocks) for window in windows if window is not None},
-            has_full_layers=not windows or None in windows,
-            lookahead_tokens=lookahead_tokens,
-        )
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
         self._padding = padding
@@ -163,7 +128,6 @@ class ModelRunner:
         self._adapter_graphs: StepGraphs | None = None
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
         self._layers: CompiledLayers | None = None
-        self.states: StatePool | SnapshotPool | None = None
         self._padding_state: SequenceState | None = None
         pool = states
         if loaded.recurrent_layers:
@@ -206,12 +170,6 @@ class ModelRunner:
         return self._graphs is not None
 
     @property
-    def max_rollback(self) -> int | None:
-        """Most tokens that can be taken back for sure without reading others anew; None: any number."""
-        limits = [self.pool.max_rollback, None if self.states is None else self.states.window.num_tokens]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
     def no_speculation(self) -> str | None:
         """Why drafts are not worth verifying with this model, in a word; None: they are."""
         return None
@@ -241,120 +199,6 @@ class ModelRunner:
             sequence.tokens.extend(kept)
         for group, of_group in enumerate(moves):
             self._cache.move_slots(group, of_group)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether what is cached of one prompt serves others that begin like it."""
-        return self.states is None or (isinstance(self.states, StatePool) and self.states.prefixes.most > 0)
-
-    def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
-        """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
-        self.pool.keep_prefix(sequence, verified_length)
-        if isinstance(self.states, StatePool) and sequence.state is not None:
-            self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
-
-    def keep_prefixes(self, verified: Sequence[tuple[CachedSequence, int]]) -> None:
-        """:meth:`keep_prefix` of several sequences; most of them have no new full block."""
-        size, has_states = self.pool.block_size, self.states is not None
-        for sequence, length in verified:
-            if has_states or length // size > len(sequence.block_digests):
-                self.keep_prefix(sequence, length)
-
-    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
-        """How many of the first ``num_blocks`` blocks of ``tokens`` :meth:`reuse_prefix` would find.
-
-        Recurrent layers go as far as a copy of their state was kept. For the arguments see
-        :meth:`BlockPool.find_prefix`.
-        """
-        return self.pool.find_prefix(digests, salt, tokens, num_blocks, self._prefix_ends)
-
-    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
-        """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
-
-        At least one token is left over. Recurrent layers go as far as a copy of their state was kept.
-
-        Args:
-            sequence: Holds nothing.
-            tokens: What it will hold.
-            digests: Of the first blocks of ``tokens``, where some are known.
-
-        Returns:
-            Number of tokens now cached.
-        """
-        length = self.pool.reuse_prefix(sequence, tokens, digests, self._prefix_ends)
-        if length and isinstance(self.states, StatePool):
-            sequence.state = self.states.reuse_prefix(sequence.block_digests[-1], length)
-            if sequence.state is None:  # no slot is free
-                self.pool.truncate(sequence, 0)
-        return len(sequence)
-
-    @property
-    def _prefix_ends(self) -> Container[bytes] | None:
-        """Blocks after which recurrent layers can go on; None where there are no such layers."""
-        return self.states.prefixes if isinstance(self.states, StatePool) else None
-
-    def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
-        """An empty sequence; see :class:`CachedSequence` for ``salt``."""
-        return self.pool.new_sequence(salt if self.shares_prefixes else None)
-
-    def reserve(self, sequence: CachedSequence, length: int, num_step_tokens: int | None = None) -> bool:
-        """Make room for ``length`` positions in all, and for a recurrent state.
-
-        False, with nothing changed, where there is none. For the arguments see :meth:`BlockPool.reserve`.
-        """
-        if self.states is None or sequence.state is not None:
-            return self.pool.reserve(sequence, length, num_step_tokens)
-        if not self.states.num_free or not self.pool.reserve(sequence, length, num_step_tokens):
-            return False
-        sequence.state = self.states.take()
-        return True
-
-    def fits(
-        self,
-        sequence: CachedSequence,
-        length: int,
-        others: Sequence[CachedSequence],
-        num_step_tokens: int | None = None,
-    ) -> bool:
-        """Whether room for ``length`` positions, and a state, could be made by freeing ``others``."""
-        can_have_state = sequence.state is not None or any(other.state is not None for other in others)
-        if self.states is not None and not (can_have_state or self.states.num_free):
-            return False
-        return self.pool.fits(sequence, length, others, num_step_tokens)
-
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget what is cached from position ``length`` on, and give back reserved room.
-
-        A sequence whose recurrent states or windows do not reach back to ``length`` is cut to 0: look at its length
-        afterwards.
-        """
-        if sequence.state is not None and length < sequence.state.oldest:
-            length = 0
-        self.pool.truncate(sequence, length)
-        if len(sequence.tokens.array):
-            return
-        self._steps.release(sequence)
-        if self.states is not None and sequence.state is not None:
-            self.states.give_back(sequence.state)
-            sequence.state = None
-
-    def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A sequence with the same past; the two share their blocks until one of them writes.
-
-        Recurrent states are copied; where no slot is free for them the fork is empty.
-        """
-        if self.states is None or sequence.state is None:
-            return self.pool.fork(sequence)
-        state = self.states.copy(sequence.state)
-        if state is None:
-            return self.new_sequence(sequence.salt)
-        fork = self.pool.fork(sequence)
-        fork.state = state
-        return fork
-
-    def free(self, sequence: CachedSequence) -> None:
-        """Forget a sequence and give back its blocks and its state."""
-        self.truncate(sequence, 0)
 
     @torch.inference_mode()
     def forward(
@@ -430,7 +274,7 @@ class ModelRunner:
         if has_adapters:
             own = replace(own, adapters=np.array([-1 if row.adapter is None else row.adapter for row in rows]))
         parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
-        states = [] if self.tile_tokens is not None else self._state_rows(rows, parts)
+        states = [] if self.tile_tokens is not None else self._state_moves(rows, parts)
         if states:
             own = replace(own, states=state_array([after for _, after in states]))
         if graphs is not None and size is not None:
@@ -458,7 +302,7 @@ class ModelRunner:
             self._note_finite(own, result.finite_tokens, result.finite_logits)
         for row in rows:
             row.sequence.tokens.extend(row.tokens)
-        _keep_states(states)
+        keep_states(states)
         return logits
 
     def _run_tiles(
@@ -476,11 +320,11 @@ class ModelRunner:
         for tile in tiles_of(own.num_tokens, own.num_logits, size):
             # The head reads all of a tile. Only one nobody wants logits of may read what it likes.
             in_vain = None if len(tile.logits) else torch.zeros(1, dtype=torch.int32, device=device)
-            states = self._state_rows(rows, tile.parts)
+            states = self._state_moves(rows, tile.parts)
             self._begin_states([after for _, after in states], size)
             with self._functions, self._used_adapters(rows, tile.parts, size):
                 result = self._run(steps, step.cut(tile.start, tile.start + size), in_vain)
-            _keep_states(states)
+            keep_states(states)
             of_tokens.append(tuple(part[: tile.num_tokens] for part in (result.finite_tokens, *result.hidden)))
             index = torch.from_numpy(tile.logits).to(device)
             of_logits.append((result.logits[index], result.finite_logits[index]))
@@ -556,6 +400,9 @@ class ModelRunner:
         self._begin(self._steps, step)
         caches = {"past_key_values": self._cache, "attention_context": self._attention}
         return forward(features, step.tokens, step.position, **caches)
+
+    def _forget(self, sequence: CachedSequence) -> None:
+        self._steps.release(sequence)
 
     def _run_padded(self, steps: Steps, has_adapters: bool, num_tokens: int) -> PassOutput:
         """The model over the newest upload and padding, with adapters or as it is: what a graph holds."""
@@ -662,33 +509,16 @@ class ModelRunner:
     def _used_adapters(
         self, rows: Sequence[RowInput], parts: Sequence[RowPart], num_tokens: int
     ) -> AbstractContextManager[None]:
-        """Around a pass; rows with the same adapter that lie behind one another are multiplied together."""
+        """Around a pass."""
         slots = self.loaded.adapters
-        if slots is None:
+        runs = [] if slots is None else adapter_runs(rows, parts)
+        if slots is None or not runs:
             return nullcontext()
-        runs: list[AdapterRun] = []
-        for part in parts:
-            adapter, start, end = rows[part.row].adapter, part.start, part.start + part.num_tokens
-            if adapter is not None and runs and runs[-1][0] == adapter and runs[-1][2] == start:
-                runs[-1] = adapter, runs[-1][1], end
-            elif adapter is not None:
-                runs.append((adapter, start, end))
-        return slots.used(runs, num_tokens, is_filled_up=self.tile_tokens is not None) if runs else nullcontext()
+        return slots.used(runs, num_tokens, is_filled_up=self.tile_tokens is not None)
 
-    def _state_rows(self, rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[tuple[SequenceState, StateRow]]:
-        """Of a pass each row's recurrent state with what becomes of it; nothing where the model has none."""
-        if not isinstance(self.states, StatePool):
-            return []
-        moves: list[tuple[SequenceState, StateRow]] = []
-        for part in parts:
-            sequence = rows[part.row].sequence
-            state, past = sequence.state, len(sequence.tokens) + part.offset
-            assert state is not None, "no state is reserved"
-            moves.append((state, state_row(part.start, part.num_tokens, past, state, self.states.window)))
-        self.states.clear_taken()
-        for state, after in moves:
-            state.oldest = after.length + 1  # until the step is done there is nothing to go back to
-        return moves
+    def _state_moves(self, rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[tuple[SequenceState, StateRow]]:
+        """See :func:`~specdec.executor.rows.state_moves`; nothing where the model has no states."""
+        return state_moves(rows, parts, self.states) if isinstance(self.states, StatePool) else []
 
     def _begin_states(self, own: list[StateRow], num_tokens: int) -> None:
         """Tell the recurrent layers of a pass that may be filled up: what fills it has a state, too."""
@@ -750,29 +580,3 @@ def choose_kernel(loaded: LoadedModel) -> str:
     if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in loaded.attention_layers):
         return "gather"
     return "triton"
-
-
-def _keep_states(states: Sequence[tuple[SequenceState, StateRow]]) -> None:
-    """Note what became of sequences' states."""
-    for state, after in states:
-        state.oldest, state.newest = after.oldest_after, after.length
-
-
-def state_row(
-    start: int, num_new_tokens: int, num_computed_tokens: int, state: SequenceState, window: Window
-) -> StateRow:
-    """A row as the recurrent layers see it."""
-    return StateRow(
-        start=start,
-        num_new_tokens=num_new_tokens,
-        num_computed_tokens=num_computed_tokens,
-        slot=state.slot,
-        oldest=state.oldest,
-        newest=state.newest,
-        oldest_after=window.oldest_after(state.oldest, num_computed_tokens, num_new_tokens),
-    )
-
-
-def state_array(rows: Sequence[StateRow]) -> NDArray[np.int64]:
-    """Rows as a step's input has them: [4, R]."""
-    return np.array([(row.slot, row.oldest, row.newest, row.oldest_after) for row in rows], np.int64).T

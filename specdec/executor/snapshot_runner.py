@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from specdec.cache.recurrent.opaque import SnapshotPool, run_opaque
 from specdec.cache.recurrent.slots import Window
 from specdec.core.errors import ModelLoadError
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel
 
 

@@ -34,7 +34,7 @@ class StepRows:
         num_tokens: Of each row, at least 1.
         num_cached: How many tokens come before them.
         num_logits: How many of the last ones want logits.
-        parents: By index the rows that end with a tree; see :class:`specdec.executor.runner.RowInput`.
+        parents: By index the rows that end with a tree; see :class:`specdec.executor.rows.RowInput`.
         states: [4, R], each row's recurrent state; see :attr:`specdec.executor.derive.StepShape.layout`.
         adapters: [R], slots of the rows' adapters, -1 for none; None where no row uses one.
     """

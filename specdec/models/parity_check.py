@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.errors import ModelLoadError
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.kernels.attention import ATTENTION_NAME
 from specdec.models.loading import LoadedModel, quiet
 from specdec.models.quantization import is_quantized

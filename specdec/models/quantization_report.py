@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 
 NUM_TEXTS = 4
 NUM_TOKENS = 64

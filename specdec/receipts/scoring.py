@@ -22,7 +22,8 @@ from specdec.core.errors import MemoryPlanError, SequenceFailedError, reason_of
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Progress, Tokens
 from specdec.engine.build import BackendOptions, build_target, make_sampler
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource
 from specdec.sampling.pipeline import RowGroup, Sampler
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdec.drafting.heads import HeadsOptions, load_heads
-from specdec.executor.runner import HeadInput, ModelRunner
+from specdec.executor.rows import HeadInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from tests.specdec.models.families import make_model
 

@@ -13,7 +13,8 @@ from benchmarks.gpu.report import Report
 from cluster.models.demos import demo_folder
 from specdec import ModelSource, SamplingParams, SpeculativeEngine
 from specdec.engine.target import ModelTarget
-from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner, choose_kernel
 from specdec.models.loading import prepare_model
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.sampling.noise import Purpose, gumbel, uniforms

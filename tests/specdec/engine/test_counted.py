@@ -22,7 +22,8 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor import staging
 from specdec.executor.graphs import ExecutorLimits
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Arrays, Record
 from specdec.kernels import recurrent
 from specdec.kernels.recurrent import KeptStates, StateTensors

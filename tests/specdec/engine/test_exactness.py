@@ -8,7 +8,8 @@ import pytest
 
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SamplingParams
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.executor.steps import StepRows
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run

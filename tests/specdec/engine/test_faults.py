@@ -16,7 +16,8 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.letters import spelled
 from tests.sizes import some

@@ -9,7 +9,7 @@ import torch
 from specdec.core.messages import Notes
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import TokenLogprobs
-from specdec.executor.runner import RowInput
+from specdec.executor.rows import RowInput
 from specdec.sampling import rows
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service

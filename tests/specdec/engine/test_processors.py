@@ -11,7 +11,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
-from specdec.executor.runner import RowInput
+from specdec.executor.rows import RowInput
 from specdec.sampling.pipeline import LogitsProcessor
 from specdec.sampling.rows import RowGroup
 from tests.sizes import some

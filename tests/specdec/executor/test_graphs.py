@@ -14,7 +14,8 @@ import torch
 from specdec.cache.blocks import CachedSequence
 from specdec.executor import records
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.hidden import AFTER_NORM, HiddenStates
 from specdec.models.loading import prepare_model
 from specdec.models.parity_check import check_admission

@@ -19,7 +19,8 @@ from specdec.cache.blocks import CachedSequence
 from specdec.executor.derive import Deriver
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.paged_cache import write_by_operators
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.kernels.attention import AttentionContext
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.models.loading import LoadedModel, prepare_model

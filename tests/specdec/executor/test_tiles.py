@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.core.errors import ModelLoadError
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.executor.tiles import RowPart, tiles_of
 from specdec.kernels import tiled
 from specdec.models.loading import LoadedModel, prepare_model

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import checked_window
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 

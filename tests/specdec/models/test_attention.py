@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.core.errors import ModelLoadError
 from specdec.executor.paged_cache import PagedCache
-from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner, choose_kernel
 from specdec.kernels.attention import AttentionContext, GroupStep, StepBounds, paged_attention
 from specdec.kernels.gather import GatherAttention
 from specdec.models.loading import LoadedModel

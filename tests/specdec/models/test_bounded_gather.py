@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.kernels import gather
 from specdec.kernels.attention import compact
 from specdec.kernels.gather import GatherAttention, Workspace

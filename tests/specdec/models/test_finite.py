@@ -16,7 +16,8 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.kernels.scan import DeltaRule
 from specdec.models.loading import LoadedModel, prepare_model

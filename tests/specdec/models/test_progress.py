@@ -12,7 +12,8 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor import runner as runner_module
 from specdec.executor.graphs import ExecutorLimits
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.kernels.progress import StepProgress
 from specdec.models.loading import LoadedModel, prepare_model

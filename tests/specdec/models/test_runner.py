@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.cache.blocks import CachedSequence
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE
 

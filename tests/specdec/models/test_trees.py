@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec.core.drafts import path_to
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE, make_model
 from tests.specdec.operators import Operators

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-import specdec.executor.runner as runner_module
+import specdec.executor.rows as rows_module
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import checked_window
 from specdec.core.params import SamplingParams
@@ -14,7 +14,8 @@ from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import (
@@ -134,7 +135,7 @@ def test_a_target_that_is_not_rolled_back_is_found(family: str, monkeypatch: pyt
     cases = make_cases()
     stock = make_recurrent(family)
     wanted = [greedy(stock, case) for case in cases]
-    monkeypatch.setattr(runner_module, "state_row", keep_refused)
+    monkeypatch.setattr(rows_module, "state_row", keep_refused)
     target = make_runner(make_recurrent(family))
     draft = make_runner(make_draft("llama", float("inf")))
     assert run(make_service(target, draft), cases)[0] != wanted

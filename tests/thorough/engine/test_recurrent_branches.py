@@ -11,7 +11,8 @@ from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.overlap import OverlapService

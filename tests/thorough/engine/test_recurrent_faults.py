@@ -11,7 +11,7 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.target import ModelTarget
-from specdec.executor.runner import RowInput
+from specdec.executor.rows import RowInput
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import prepare_model
 from specdec.protocol.drafter import DrafterMachine

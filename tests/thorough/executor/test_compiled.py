@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from specdec.executor.graphs import ExecutorLimits
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.models.parity_check import check_admission
 from tests.specdec.models.families import make_model

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import Adapter
 from specdec.executor.graphs import ExecutorLimits
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_model, prepare_model
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig, layer_shapes

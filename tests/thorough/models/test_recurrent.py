@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import specdec.executor.runner as runner_module
+import specdec.executor.rows as rows_module
 from specdec.cache.recurrent.slots import SequenceState, Window
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from specdec.kernels.recurrent_metadata import StateRow
 from specdec.models.loading import prepare_model
 from tests.sizes import sized
@@ -66,16 +67,16 @@ def test_drafts_of_each_length_are_taken_back(
 
 def keep_refused(start: int, count: int, past: int, state: SequenceState, window: Window) -> StateRow:
     """A state that goes on from where it was, whatever was taken back."""
-    row = runner_module_state_row(start, count, past, state, window)
+    row = original_state_row(start, count, past, state, window)
     return replace(row, num_computed_tokens=max(state.newest, past))
 
 
-runner_module_state_row = runner_module.state_row
+original_state_row = rows_module.state_row
 
 
 @pytest.mark.parametrize("family", EVERY_ONE)
 def test_the_comparison_sees_a_state_that_is_not_rolled_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "state_row", keep_refused)
+    monkeypatch.setattr(rows_module, "state_row", keep_refused)
     assert play(family, lambda game: [game.verify(5) for _ in range(3)]) > 1e-2
     assert play(family, lambda game: [game.draft(2) for _ in range(3)]) > 1e-2
 

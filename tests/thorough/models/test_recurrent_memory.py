@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-import specdec.executor.runner as runner_module
+import specdec.executor.rows as rows_module
 from specdec.cache.recurrent.pool import StatePool, bytes_per_slot, checked_window, state_bytes
 from specdec.cache.recurrent.slots import StateSlots, Window
 from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
@@ -31,7 +31,7 @@ def test_families_are_admitted(family: str) -> None:
 
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
 def test_a_model_whose_states_are_not_rolled_back_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "state_row", keep_refused)
+    monkeypatch.setattr(rows_module, "state_row", keep_refused)
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
         check_admission(make_runner(pair(family)[0]))
 

@@ -6,7 +6,8 @@ import torch
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import PrefixStates, StatePool
 from specdec.cache.recurrent.slots import SequenceState
-from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
 from tests.specdec.models.rounds import Rounds, make_runner, pair
 from tests.thorough.models.test_recurrent import ONE_OF_A_KIND, TOLERANCE
 

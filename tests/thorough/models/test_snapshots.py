@@ -7,7 +7,7 @@ import transformers
 from specdec.cache.recurrent.opaque import SnapshotPool
 from specdec.cache.recurrent.slots import SequenceState
 from specdec.core.errors import ModelLoadError
-from specdec.executor.runner import RowInput
+from specdec.executor.rows import RowInput
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import prepare_model
 from specdec.models.memory import plan_memory

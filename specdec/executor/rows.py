@@ -1,0 +1,106 @@
+"""What a forward pass is given of each sequence, and how its recurrent layers and adapters see that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.pool import StatePool
+from specdec.cache.recurrent.slots import SequenceState, Window
+from specdec.executor.tiles import RowPart
+from specdec.kernels.recurrent_metadata import StateRow
+from specdec.models.lora.slots import AdapterRun
+
+
+class RowInput(NamedTuple):
+    """One sequence's part in a forward pass.
+
+    Attributes:
+        sequence: What is cached of it; room for ``tokens`` is reserved.
+        tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
+        num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
+        parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them, whose
+            logits are wanted like theirs; they are cached one after another, and :meth:`ModelRunner.keep_paths` comes
+            next.
+        adapter: Slot of the adapter that they use; None for the model as it is.
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    num_logits: int
+    parents: Sequence[int] = ()
+    adapter: int | None = None
+
+
+class HeadInput(NamedTuple):
+    """One sequence's part in a pass of heads; see :meth:`ModelRunner.forward_heads`.
+
+    Attributes:
+        sequence: In whose blocks there is room for the tokens.
+        start: Position at which the first of them is cached.
+        tokens: At least one, and one more than ``parents`` has.
+        parents: As of a :class:`RowInput`: the last tokens are a tree.
+    """
+
+    sequence: CachedSequence
+    start: int
+    tokens: Sequence[int]
+    parents: Sequence[int] = ()
+
+
+def adapter_runs(rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[AdapterRun]:
+    """Tokens of a pass with the same adapter, in one run where their rows lie behind one another."""
+    runs: list[AdapterRun] = []
+    for part in parts:
+        adapter, start, end = rows[part.row].adapter, part.start, part.start + part.num_tokens
+        if adapter is not None and runs and runs[-1][0] == adapter and runs[-1][2] == start:
+            runs[-1] = adapter, runs[-1][1], end
+        elif adapter is not None:
+            runs.append((adapter, start, end))
+    return runs
+
+
+def state_moves(
+    rows: Sequence[RowInput], parts: Sequence[RowPart], states: StatePool
+) -> list[tuple[SequenceState, StateRow]]:
+    """Each row's recurrent state with what a pass makes of it; until :func:`keep_states` none can be gone on from."""
+    moves: list[tuple[SequenceState, StateRow]] = []
+    for part in parts:
+        sequence = rows[part.row].sequence
+        state, past = sequence.state, len(sequence.tokens) + part.offset
+        assert state is not None, "no state is reserved"
+        moves.append((state, state_row(part.start, part.num_tokens, past, state, states.window)))
+    states.clear_taken()
+    for state, after in moves:
+        state.oldest = after.length + 1  # until the step is done there is nothing to go back to
+    return moves
+
+
+def keep_states(states: Sequence[tuple[SequenceState, StateRow]]) -> None:
+    """Note what became of sequences' states."""
+    for state, after in states:
+        state.oldest, state.newest = after.oldest_after, after.length
+
+
+def state_row(
+    start: int, num_new_tokens: int, num_computed_tokens: int, state: SequenceState, window: Window
+) -> StateRow:
+    """A row as the recurrent layers see it."""
+    return StateRow(
+        start=start,
+        num_new_tokens=num_new_tokens,
+        num_computed_tokens=num_computed_tokens,
+        slot=state.slot,
+        oldest=state.oldest,
+        newest=state.newest,
+        oldest_after=window.oldest_after(state.oldest, num_computed_tokens, num_new_tokens),
+    )
+
+
+def state_array(rows: Sequence[StateRow]) -> NDArray[np.int64]:
+    """Rows as a step's input has them: [4, R]."""
+    return np.array([(row.slot, row.oldest, row.newest, row.oldest_after) for row in rows], np.int64).T
