@@ -80,6 +80,23 @@ def test_the_measured_rows_of_the_readme_are_copied() -> None:
     assert "\n".join(rows) in (ROOT / "docs/measurements.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("file", "section", "columns"),
+    [
+        ("README.md", "Beside the others", slice(2, None)),
+        ("docs/for-vllm-users.md", "What differs", slice(1, 2)),
+        ("docs/for-dynamo-users.md", "What differs", slice(1, 2)),
+    ],
+)
+def test_claims_of_other_servers_have_a_source_and_a_date(file: str, section: str, columns: slice) -> None:
+    text = (ROOT / file).read_text()
+    rows = [line for line in text.split(f"\n## {section}\n")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    cells = [cell for row in rows[2:] for cell in row.strip("|").split(" | ")[columns]]
+    assert len(cells) > 5
+    assert [cell for cell in cells if "](https://" not in cell] == []
+    assert re.search(r"read\s+on\s+2\d{3}-\d\d-\d\d", text)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
