@@ -24,7 +24,7 @@ from cluster.launch.capacity import check_memory, gpu_bytes_of, plan_updates, ra
 from cluster.launch.placement import ActorShare, placement_of, ray_devices, with_pair_placed
 from cluster.models.download import check_models
 from cluster.models.identity import fingerprints
-from cluster.models.sources import draft_source, read_template, target_source
+from cluster.models.sources import configured_pair, draft_source, read_template, target_source
 from cluster.models.vllm import check_engine, runtime_env
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
@@ -32,7 +32,6 @@ from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
 from deployments.transport.discovery import HEALTH_OPTIONS, pinned_options
 from deployments.workers import DraftServer, TargetServer
-from specdec.models.describe import describe_pair
 from specdec.models.loading import load_tokenizer
 from specdec.structured.parsing.selection import AnswerForms
 
@@ -153,7 +152,7 @@ def check_files(args: AppArgs) -> None:
         configured_adapters(args, info.target)
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
-        describe_pair(target, draft, other_vocabulary=args.draft.other_vocabulary)
+        configured_pair(args, target, draft)
 
 
 def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:

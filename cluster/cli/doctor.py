@@ -242,10 +242,10 @@ def _examine_engine(args: AppArgs, findings: Findings) -> None:
 
 
 def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> None:
-    from specdec.models.describe import describe_pair
+    from cluster.models.sources import configured_pair
 
     try:
-        pair = describe_pair(target, draft, other_vocabulary=args.draft.other_vocabulary)
+        pair = configured_pair(args, target, draft)
     except SpecdecError as error:
         findings.problems.append(str(error))
     else:

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cluster.config.app import AppArgs
-from cluster.config.models import DraftConfig, ModelConfig
+from cluster.config.models import ModelConfig
 from cluster.models.demos import demo_folder
 from cluster.models.identity import draft_path, model_dtype, target_path
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
+from specdec.checkpoint.compat import PairReport
 from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import import_callable
 from specdec.drafting.heads import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
 from specdec.drafting.registry import HEADS
 from specdec.engine.build import BackendOptions
+from specdec.models.describe import describe_pair
 from specdec.models.loading import ModelSource
 from specdec.models.lora.slots import LoRAConfig
 from specdec.sampling.pipeline import LogitsProcessor
@@ -72,8 +74,8 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         kv_cache_memory=model.kv_cache_memory,
         max_num_seqs=args.max_num_seqs,
         skip_parity_check=args.skip_parity_check,
-        num_step_tokens=1 + args.most_draft_tokens if isinstance(model, DraftConfig) and model.parallel_drafting else 1,
-        other_vocabulary=isinstance(model, DraftConfig) and model.other_vocabulary,
+        num_step_tokens=_num_step_tokens(args) if model is args.draft else 1,
+        other_vocabulary=model is args.draft and args.draft.other_vocabulary,
         rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
         logits_processors=load_processors(args.logits_processors),
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -82,6 +84,18 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         heads=_heads(args) if model is args.target else None,
         strict_tile_tokens=args.strict_tile_tokens if args.exactness == "strict" and model is args.target else None,
     )
+
+
+def configured_pair(args: AppArgs, target: ModelSource, draft: ModelSource) -> PairReport:
+    """What holds for the target and the draft as they are configured; raises like ``describe_pair``."""
+    return describe_pair(
+        target, draft, other_vocabulary=args.draft.other_vocabulary, num_step_tokens=_num_step_tokens(args)
+    )
+
+
+def _num_step_tokens(args: AppArgs) -> int:
+    """Tokens of a pass of the draft model: a whole draft, and one where all of it is kept."""
+    return 1 + args.most_draft_tokens if args.draft.parallel_drafting else 1
 
 
 def _heads(args: AppArgs) -> HeadsOptions | None:

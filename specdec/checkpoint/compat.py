@@ -16,6 +16,7 @@ from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from specdec.checkpoint.parallel_drafting import ONE_TOKEN, StepTokens
 from specdec.core.errors import IncompatiblePairError, ModelLoadError
 from specdec.core.types import Tokens
 
@@ -133,6 +134,7 @@ class PairReport:
         draft_max_model_len: Sequences longer than this are decoded without drafts.
         notes: What differs without harm, a sentence each.
         mapping: Between the two vocabularies, where the draft has another.
+        step_tokens: How many tokens the draft gives in a pass.
     """
 
     vocab_size: int
@@ -141,6 +143,7 @@ class PairReport:
     draft_max_model_len: int
     notes: tuple[str, ...] = ()
     mapping: VocabularyMapping | None = None
+    step_tokens: StepTokens = ONE_TOKEN
 
 
 def tokenizer_width(tokenizer: PreTrainedTokenizerBase) -> int:

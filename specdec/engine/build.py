@@ -86,8 +86,8 @@ class BackendOptions:
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
             be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
         skip_parity_check: Serve a model without comparing its cached forward with its plain one.
-        num_step_tokens: Tokens that a draft model gives in one pass; more than one where it was taught to read mask
-            tokens, which its configuration names.
+        num_step_tokens: Tokens that a draft model gives in one pass, at most; more than one where it was taught to:
+            see :func:`specdec.checkpoint.parallel_drafting.step_tokens`.
         other_vocabulary: Whether a draft may have a vocabulary that is not its target's; shared tokens are drafted.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
         heads: Heads on a target, which draft for it; None for none.
@@ -172,7 +172,9 @@ def build_drafter(
     Raises:
         IncompatiblePairError: It cannot draft for the target.
     """
-    pair = describe_pair(target, source, other_vocabulary=options.other_vocabulary)
+    pair = describe_pair(
+        target, source, other_vocabulary=options.other_vocabulary, num_step_tokens=options.num_step_tokens
+    )
     if progress is not None:
         for note in pair.notes:
             progress(note)
@@ -180,7 +182,7 @@ def build_drafter(
         options,
         vocab_size=pair.draft_vocab_size,
         heads=None,
-        max_draft_tokens=options.num_step_tokens - 1,
+        max_draft_tokens=pair.step_tokens.count - 1,
         strict_tile_tokens=None,  # whatever it drafts, the target decides
     )
     if options.max_model_len is None and pair.mapping is None:
@@ -205,27 +207,12 @@ def build_drafter(
         states=states,
         max_num_seqs=options.max_num_seqs + num_branches,
         mapper=mapper,
-        mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
-        num_step_tokens=options.num_step_tokens,
+        mask_token_id=pair.step_tokens.mask_token_id,
+        num_step_tokens=pair.step_tokens.count,
         num_chained_passes=NUM_CHAINED_PASSES if runner.is_recorded else 1,
         **lengths,
     )
     return drafter, standalone, built
-
-
-def _mask_token_id(loaded: LoadedModel) -> int:
-    """As vLLM's ``parallel_drafting`` finds it.
-
-    Raises:
-        ModelLoadError: The model was not taught to read one.
-    """
-    for name in ("pard_token", "ptd_token_id"):
-        token = getattr(loaded.config, name, None)
-        if token is not None:
-            return int(token)
-    raise ModelLoadError(
-        f"{loaded.name} gives a token a pass: its config.json names no mask token (pard_token or ptd_token_id)"
-    )
 
 
 def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, options: BackendOptions) -> Sampler:

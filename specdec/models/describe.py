@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from specdec.checkpoint.compat import PairReport, check_pair
 from specdec.checkpoint.configuration import eos_token_ids, generation_defaults, max_model_len
+from specdec.checkpoint.parallel_drafting import step_tokens
 from specdec.core.errors import ModelLoadError
 from specdec.core.params import GenerationDefaults
 from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer, quiet
@@ -52,21 +53,27 @@ def describe_model(source: ModelSource) -> ModelDescription:
     )
 
 
-def describe_pair(target: ModelSource, draft: ModelSource, *, other_vocabulary: bool = False) -> PairReport:
-    """What holds for a pair, by its configurations and tokenizers; see :func:`specdec.checkpoint.compat.check_pair`.
+def describe_pair(
+    target: ModelSource, draft: ModelSource, *, other_vocabulary: bool = False, num_step_tokens: int = 1
+) -> PairReport:
+    """What holds for a pair, by its configurations and tokenizers.
+
+    See :func:`specdec.checkpoint.compat.check_pair` and :func:`specdec.checkpoint.parallel_drafting.step_tokens`.
 
     Raises:
-        ModelLoadError: A configuration or a tokenizer cannot be read.
+        ModelLoadError: A configuration or a tokenizer cannot be read, or the draft gives a token a pass.
         IncompatiblePairError: The two do not fit together.
     """
     tokenizers = load_tokenizer(target), load_tokenizer(draft)
-    return check_pair(
+    of_step = step_tokens(load_config(draft).get_text_config(decoder=True), draft.path, num_step_tokens)
+    report = check_pair(
         describe_model(target),
         tokenizers[0],
         describe_model(draft),
         tokenizers[1],
         other_vocabulary=other_vocabulary,
     )
+    return replace(report, notes=(*report.notes, *of_step.notes), step_tokens=of_step)
 
 
 def linear_shapes(source: ModelSource) -> dict[str, tuple[int, int]]:
