@@ -46,6 +46,10 @@ class RoundTimes(NamedTuple):
     draft: tuple[Interval, ...] = ()
 
 
+DRAFTER = "drafter"
+"""Name of a service's only drafter."""
+
+
 class TokenKind(IntEnum):
     """What the round that gave a token made of it."""
 
@@ -165,6 +169,7 @@ class Plan(Struct, frozen=True, array_like=True):
         mode: ``sequential``: draft for the newest prefix_hash only; else draft ahead while the target verifies. Whether
             that is ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
         draft_wait_s: In turn, how long the target may hold a sequence back for an offer; 0 goes on plainly at once.
+        drafters: Names of those that draft; all that there are where none is named.
     """
 
     num_draft_tokens: int = 0
@@ -172,6 +177,7 @@ class Plan(Struct, frozen=True, array_like=True):
     acceptance_rate: float = 0.8
     mode: SpeculationMode = "overlap"
     draft_wait_s: float = 0.0
+    drafters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Name the mode that the numbers imply."""
@@ -270,6 +276,7 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
         suspects: Name of the group that it is in quarantine with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
         numeric: As in :class:`Submit`.
+        drafter: Where the worker is to draft, the name of its offers (rule 18).
     """
 
     seq: str
@@ -283,6 +290,7 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
     suspects: str = ""
     output: Tokens = ()
     numeric: str = ""
+    drafter: str = DRAFTER
 
 
 class Verdict(Struct, frozen=True, array_like=True, tag=True):
@@ -355,6 +363,7 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
         branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
             else empty. The outcome's own token was not drawn, and has none.
         steps: The drafter's steps for the sequence since the offer before, where the request asked for times.
+        drafter: Whose it is: one of those that draft for the sequence, or the only one (rule 18).
     """
 
     seq: str
@@ -365,6 +374,7 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
     candidates: tuple[Candidates, ...] = ()
     branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
     steps: tuple[Interval, ...] = ()
+    drafter: str = DRAFTER
 
 
 class PlanUpdate(Struct, frozen=True, array_like=True, tag=True):

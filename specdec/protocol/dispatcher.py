@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import Close, Message, Open
+from specdec.core.messages import DRAFTER, Close, Message, Open
 from specdec.core.types import Fingerprints
 from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.leases import Outbox, label, labels
@@ -240,8 +240,6 @@ def _digests(session: Session) -> list[int]:
 
 logger = logging.getLogger(__name__)
 
-_KINDS: tuple[WorkerKind, ...] = ("target", "drafter")
-
 
 class Dispatcher:
     """A router's links to its workers.
@@ -253,6 +251,7 @@ class Dispatcher:
         quarantine: Its suspects.
         lease_s: For which sequences are opened.
         fingerprints: Of the models that workers must have (rule 14).
+        drafters: Names of its drafters.
 
     Attributes:
         workers: Those that can be reached.
@@ -267,7 +266,9 @@ class Dispatcher:
         quarantine: Quarantine,
         lease_s: float,
         fingerprints: Fingerprints,
+        drafters: Sequence[str],
     ) -> None:
+        self._kinds: tuple[WorkerKind, ...] = ("target", *drafters)
         self._router = router
         self._outbox = outbox
         self._counters = counters
@@ -316,7 +317,7 @@ class Dispatcher:
         link.opened_s = now_s
         link.length = link.sent = len(session.log)
         if session.span is not None:
-            session.span.add(**{f"num_{link.kind}_openings": 1})
+            session.span.add(**{f"num_{'target' if link.kind == 'target' else 'drafter'}_openings": 1})
         fingerprints, is_deciding = self._fingerprints, link is session.target
         group = session.suspects if is_deciding else None
         message = Open(
@@ -331,6 +332,7 @@ class Dispatcher:
             suspects="" if group is None else group.name,
             output=session.log.tail(len(session.log.prompt)),
             numeric=session.numeric if is_deciding else "",
+            drafter=DRAFTER if is_deciding else link.kind,
         )
         self.send(link, message)
 
@@ -385,7 +387,7 @@ class Dispatcher:
 
     def try_suspects(self, now_s: float) -> None:
         """Open a group of suspects on each worker that has none, the least loaded first."""
-        for kind in _KINDS if self._quarantine.is_waiting else ():
+        for kind in self._kinds if self._quarantine.is_waiting else ():
             without = set(self._quarantine.taken)
             while (name := self.workers.least_loaded(kind, without)) is not None:
                 without.add(name)

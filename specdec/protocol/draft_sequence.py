@@ -92,6 +92,7 @@ class DraftSequence(WorkerSequence):
 
     Attributes:
         priority: Those with the least are drafted first, and yield last where room is short.
+        drafter: The name of its offers.
         path: The chain: draft tokens after the log.
         tokens: Log and chain.
         branches: By position and token of their outcome, in the order in which they were forked.
@@ -115,6 +116,7 @@ class DraftSequence(WorkerSequence):
         "_bounds",
         "agreed",
         "branches",
+        "drafter",
         "ending_token_ids",
         "forked_for",
         "intervals",
@@ -134,6 +136,7 @@ class DraftSequence(WorkerSequence):
     def __init__(self, message: Open, max_model_len: int) -> None:
         super().__init__(message)
         self.priority = self.spec.arrival_s, self.seq
+        self.drafter = message.drafter
         self.path = Path()
         self.tokens = TokenBuffer(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}
@@ -360,5 +363,5 @@ class DraftSequence(WorkerSequence):
                 branches.append((Outcome(branch.position - length, branch.token), drafted))
                 if drawn:
                     candidates.append(branch.path.candidates(branch.num_offered))
-        offered = tuple(self.path.tokens), tuple(branches), drawn, tuple(candidates), intervals
+        offered = tuple(self.path.tokens), tuple(branches), drawn, tuple(candidates), intervals, self.drafter
         return Offer(self.seq, self.epoch, self.log.prefix_hash(), *offered)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from specdec.core.log import Extension
 from specdec.core.messages import (
+    DRAFTER,
     Ack,
     Alive,
     Cancel,
@@ -47,6 +50,8 @@ class RouterMachine:
         times: The protocol's clock.
         fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
         max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
+        drafters: Names of the drafters, each with workers of its own: all draft for a sequence (rule 18). The first is
+            the one that sequences of the draft model ask, and that drafts under the rejection rule.
 
     Attributes:
         tracer: Begins spans of sequences whose request is traced; None where nobody traces.
@@ -61,8 +66,10 @@ class RouterMachine:
         *,
         fingerprints: Fingerprints = UNKNOWN,
         max_reopens: int = 3,
+        drafters: Sequence[str] = (DRAFTER,),
     ) -> None:
         self.name = name
+        self.drafters = tuple(drafters)
         self.fingerprints = fingerprints
         self.is_draining = False
         self.tracer: Tracer | None = None
@@ -72,7 +79,9 @@ class RouterMachine:
         self._sessions: LeasedSequences[Session] = LeasedSequences(times.tombstone_s)
         self._outbox = Outbox()
         self.quarantine = Quarantine(name, max_reopens)
-        self._dispatcher = Dispatcher(name, self._outbox, self.counters, self.quarantine, times.lease_s, fingerprints)
+        self._dispatcher = Dispatcher(
+            name, self._outbox, self.counters, self.quarantine, times.lease_s, fingerprints, self.drafters
+        )
         self.workers = self._dispatcher.workers
         self._renewed_s = float("-inf")
 
@@ -207,20 +216,23 @@ class RouterMachine:
     def _review(self, now_s: float) -> None:
         """Ask the controller, and carry out what it has changed."""
         sessions = [session for session in self._sessions if session.is_planned and session.target.worker is not None]
-        placements = {session.seq: (str(session.target.worker), session.drafter.worker) for session in sessions}
+        placements = {
+            session.seq: (str(session.target.worker), next(iter(session.drafters.values())).worker)
+            for session in sessions
+        }
         for seq, plan in self.planning.review(placements, now_s).items():
             session = self._sessions.get(seq)
             if session is not None and session.is_planned:
                 self._replan(session, plan, now_s)
 
     def _replan(self, session: Session, plan: Plan, now_s: float) -> None:
-        """A plan that rises from nothing opens the sequence on a drafter, and one that falls to nothing closes it."""
-        link = session.drafter
-        if not plan.num_draft_tokens and link.worker is not None:
-            self._dispatcher.close(session, link)
-        session.plan = plan
+        """A plan opens the sequence on drafters that it needs anew, and closes it on those that it needs no more."""
+        before, session.plan = session.drafting, plan
+        for link in before:
+            if link not in session.drafting and link.worker is not None:
+                self._dispatcher.close(session, link)
         for link in session.links:
-            if link.kind == "drafter" and link.worker is None:
+            if link is not session.target and link.worker is None:
                 self._dispatcher.place(session, link, now_s)
             else:
                 self._send_plan(session, link)
@@ -237,8 +249,9 @@ class RouterMachine:
                     live.setdefault(link.worker, []).append((session.seq, session.link_epoch(link)))
                     if link.is_replanned:  # nobody acknowledges a plan: it is repeated as long as it holds
                         self._send_plan(session, link)
-            if len(session.links) > 1 and session.drafter.length < len(session.log):
-                self._commit(session, session.drafter.length)
+            for link in session.drafting:
+                if link.length < len(session.log):
+                    self._commit(session, link, link.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries), self._times.lease_s))
             worker = self.workers.get(name)
@@ -252,7 +265,7 @@ class RouterMachine:
             if why:
                 self._outbox.put(message.ingress, Gone(message.seq, message.attempt, why))
                 return
-        session = Session(message, Plan(), self._times.lease_s)
+        session = Session(message, Plan(), self._times.lease_s, self.drafters)
         if self._sessions.admit(session, now_s) is None:
             return
         if held is not None:
@@ -314,8 +327,8 @@ class RouterMachine:
         # A target that began anew from an older log may fail before it has come to the end of this one.
         is_at_end = message.finish == "error" or message.prefix_hash.length == len(session.log)
         is_over = message.finish is not None and is_at_end
-        if not is_over and len(session.links) > 1:
-            self._commit(session, session.drafter.sent)  # first: what is late here makes the next drafts late
+        for link in () if is_over else session.drafting:
+            self._commit(session, link, link.sent)  # first: what is late here makes the next drafts late
         self._dispatcher.send(session.target, Ack(message.seq, message.epoch, len(session.log)))
         if is_over and message.finish is not None:
             self._finish(session, message.finish, message.reason)
@@ -329,10 +342,11 @@ class RouterMachine:
 
     def _on_offer(self, message: Offer) -> None:
         session = self._sessions.get(message.seq)
-        if session is None or session.finish is not None or message.epoch != session.link_epoch(session.drafter):
+        link = None if session is None or session.finish is not None else session.drafters.get(message.drafter)
+        if session is None or link is None or message.epoch != session.link_epoch(link):
             self.counters.num_dropped_messages += 1
             return
-        session.drafter.length = min(message.prefix_hash.length, len(session.log))
+        link.length = min(message.prefix_hash.length, len(session.log))
         epoch = session.link_epoch(session.target)
         self._dispatcher.send(session.target, message if message.epoch == epoch else replace(message, epoch=epoch))
 
@@ -370,9 +384,8 @@ class RouterMachine:
             self.planning.echoed(message.worker, now_s - worker.asked_s)
             worker.asked_s = None
 
-    def _commit(self, session: Session, base: int) -> None:
-        """Tell the drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
-        link = session.drafter
+    def _commit(self, session: Session, link: WorkerLink, base: int) -> None:
+        """Tell a drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
         link.sent = len(session.log)
         message = Commit(session.seq, session.link_epoch(link), base, session.log.tail(base), session.log.prefix_hash())
         self._dispatcher.send(link, message)

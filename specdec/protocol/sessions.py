@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import Epoch, Notes, Plan, Submit
+from specdec.core.messages import DRAFTER, Epoch, Notes, Plan, Submit
 from specdec.core.types import Finish
 from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.leases import LeasedSequence, Span, Tracer, label
@@ -100,7 +100,8 @@ class Quarantine:
         return session.num_failures >= MOST_ALONE_FAILURES or session.num_deaths > self.max_reopens
 
     def _divide(self, sessions: Sequence[Session]) -> None:
-        for kind in ("target", "drafter"):
+        kinds = {session.target.kind for session in sessions}
+        for kind in sorted(kinds, key=lambda kind: (kind != "target", kind)):
             for members in apart([session for session in sessions if session.target.kind == kind]):
                 self._count += 1
                 group = SuspectGroup(f"{self._router}/{self._count}", kind, members)
@@ -145,7 +146,7 @@ class Quarantine:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerLink:
     """A session's link to one worker.
 
@@ -170,6 +171,8 @@ class Session(LeasedSequence):
     """A sequence's log of record. Its epoch is (attempt, 0); each of its links has an ``n`` of its own.
 
     Attributes:
+        drafters: Its links to those that may draft for it, by their names. Under the rejection rule there is one, that
+            was chosen before anything was drafted (rule 18).
         client_length: Length that the ingress has acknowledged.
         sent_length: Length up to which it was sent.
         prompt_sent_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
@@ -185,7 +188,7 @@ class Session(LeasedSequence):
     """
 
     __slots__ = (
-        *("client_length", "drafter", "failed_length", "finish", "ingress", "is_tried", "log", "notes"),
+        *("client_length", "drafters", "failed_length", "finish", "ingress", "is_tried", "log", "notes"),
         *(
             "num_deaths",
             "num_failures",
@@ -202,7 +205,7 @@ class Session(LeasedSequence):
         ),
     )
 
-    def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
+    def __init__(self, message: Submit, plan: Plan, lease_s: float, drafters: Sequence[str] = (DRAFTER,)) -> None:
         super().__init__(seq=message.seq, epoch=Epoch(message.attempt, 0), lease_s=lease_s)
         self.ingress = message.ingress
         self.spec = message.spec
@@ -216,8 +219,10 @@ class Session(LeasedSequence):
         self.suspects: SuspectGroup | None = None
         self.is_tried = False
         self.num_failures = self.num_deaths = 0
-        self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
-        self.drafter = WorkerLink("drafter")
+        is_of_target = message.spec.model == "target"
+        self.target = WorkerLink("target" if is_of_target else drafters[0])
+        drafting = drafters[:1] if message.spec.sampling.acceptance == "rejection" else drafters
+        self.drafters = {name: WorkerLink(name) for name in drafting}
         self.numeric = message.numeric
         self.refused_by: set[str] = set()
         self.span: Span | None = None
@@ -243,14 +248,20 @@ class Session(LeasedSequence):
     @property
     def links(self) -> tuple[WorkerLink, ...]:
         """The links that this session needs: none once it is finished, no drafter where nothing is drafted."""
-        if self.finish is not None:
+        return () if self.finish is not None else (self.target, *self.drafting)
+
+    @property
+    def drafting(self) -> tuple[WorkerLink, ...]:
+        """Those of its links to drafters that its plan needs."""
+        named = self.plan.drafters
+        if not self.plan.num_draft_tokens or self.finish is not None:
             return ()
-        return (self.target, self.drafter) if self.plan.num_draft_tokens else (self.target,)
+        return tuple(link for name, link in self.drafters.items() if not named or name in named)
 
     @property
     def lacks_drafter(self) -> bool:
         """Whether it needs a drafter, and none is to be had."""
-        return any(link.kind == "drafter" and link.worker is None for link in self.links)
+        return any(link.kind != "target" and link.worker is None for link in self.links)
 
     @property
     def is_planned(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 
@@ -14,10 +15,10 @@ from specdec.core.drafts import (
     NO_DRAFT,
     OF_HEADS,
     OFFERED,
-    OFFERS_KEPT,
     Draft,
     DraftChooser,
     awaits_token,
+    merge,
     remaining_draft,
 )
 from specdec.core.errors import DeviceLostError, reason_of
@@ -33,10 +34,10 @@ from specdec.core.messages import (
     Verdict,
     pack_provenance,
 )
-from specdec.core.types import PackedLogprobs
+from specdec.core.types import PackedLogprobs, Tokens
 from specdec.drafting.ngram import NgramOptions, Reading, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
-from specdec.protocol.target_sequence import KeptOffer, TargetCounters, TargetSequence
+from specdec.protocol.target_sequence import KeptOffer, Proposed, Record, TargetCounters, TargetSequence
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         self._groups = StepGroups()
         self._num_waiting = 0
         self._reading = Reading()
+        self._records: defaultdict[str, Record] = defaultdict(Record)
         self.counters = TargetCounters()
 
     def step(self, now_s: float) -> bool:
@@ -108,7 +110,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """Counters and gauges for the router.
 
         Per-position counts are named ``num_accepted_tokens_per_pos/<i>``, those of a source of drafts
-        ``num_drafts_by_source/<source>`` and so on. ``num_waiting_sequences`` found no room in the last step.
+        ``num_drafts_by_source/<source>`` and so on, those of a drafter ``num_drafts_by_drafter/<name>``.
+        ``num_waiting_sequences`` found no room in the last step.
         """
         metrics = super().metrics()
         metrics["num_waiting_sequences"] = float(self._num_waiting)
@@ -120,6 +123,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             metrics[f"num_accepted_tokens_per_pos/{i}"] = float(count)
         for source, counts in self.counters.by_source.items():
             metrics |= {f"{name}_by_source/{source}": float(count) for name, count in asdict(counts).items()}
+        for drafter, counts in self.counters.by_drafter.items():
+            metrics |= {f"{name}_by_drafter/{drafter}": float(count) for name, count in asdict(counts).items()}
         return metrics
 
     # A step.
@@ -219,6 +224,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self._round_times(sequence, count),
         )
         self.counters.count_round(result.num_drafted, num_accepted, count, source)
+        if result.num_drafted and source in OFFERED and result.own is None and not result.is_forced:
+            self._credit_drafters(sequence, run, num_accepted)
         if sequence.span is not None:
             sequence.span.add(
                 num_rounds=1,
@@ -229,6 +236,19 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 step_us=0 if self._last_interval is None else microseconds(self._last_interval()),
             )
         self._send_verdict(sequence, now_s)
+
+    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int) -> None:
+        """Count which drafter an accepted token is owed to, and learn how often each is right."""
+        num_credited = 0
+        for drafter, tokens, num_added in sequence.proposed:
+            most = min(len(tokens), len(run))
+            num_right = next((i for i in range(most) if tokens[i] != run[i]), most)
+            self._records[drafter].learn(num_right, num_right + (num_right < most))
+            counts = self.counters.by_drafter[drafter]
+            counts.num_drafts += 1
+            counts.num_draft_tokens += num_added
+            counts.num_accepted_tokens += max(0, min(num_right, num_accepted) - num_credited)
+            num_credited = max(num_credited, min(num_right, num_accepted))
 
     def _round_times(self, sequence: TargetSequence, count: int) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
@@ -341,8 +361,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         if is_decided and not self._rest(sequence, offer).tokens and not awaits_token(offer, sequence.log):
             sequence.judge(offer)
             self._drop_offer(sequence, kept)
-        elif len(sequence.offers) > OFFERS_KEPT:
-            self._drop_offer(sequence, sequence.offers[0])
+        elif (superfluous := sequence.superfluous(offer.drafter)) is not None:
+            self._drop_offer(sequence, superfluous)
 
     def _rest(self, sequence: TargetSequence, offer: Offer) -> Draft:
         return remaining_draft(offer, sequence.log, needs_candidates=sequence.needs_candidates)
@@ -366,7 +386,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         if sequence.token_drafter is not None:
             found = sequence.token_drafter.draft(sequence.log, self._room(sequence), self._reading)
             is_long = sequence.token_drafter.is_long and bool(found.tokens)
-        offered, kept = self._offered(sequence)
+        offered, used = self._offered(sequence)
         if not offered.tokens and not is_long and self._waits(sequence, now_s):
             return None
         own = (
@@ -381,7 +401,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             draft = offered
         else:
             draft = max(drafts[1:], key=attrgetter("depth"))
-        if kept is not None and draft is offered:
+        for kept in used if draft is offered else ():
             self.counters.num_used_offers += not kept.is_used
             kept.is_used = True
         return draft
@@ -396,9 +416,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         is_long = sequence.token_drafter is not None and sequence.token_drafter.is_long and bool(draft.tokens)
         return 0 if is_long or draft.source in OFFERED else max(0, room)
 
-    def _offered(self, sequence: TargetSequence) -> tuple[Draft, KeptOffer | None]:
-        """The longest usable draft of the kept offers, cut to what may be committed (rule 6), and its offer."""
-        best, chosen = NO_DRAFT, None
+    def _offered(self, sequence: TargetSequence) -> tuple[Draft, list[KeptOffer]]:
+        """The usable draft of the kept offers, cut to what may be committed (rule 6), and its offers.
+
+        Of each drafter it has the longest chain. Those of several are a trie (rule 18), of which a backend that takes
+        no tree verifies the chain of the drafter that has been right most often.
+        """
+        best: dict[str, tuple[Draft, KeptOffer]] = {}
+        most = self._most_offered(sequence)
         for kept in reversed([*sequence.offers]):
             rest = self._rest(sequence, kept.offer)
             sequence.judge(kept.offer)
@@ -406,9 +431,26 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 continue
             if not rest.tokens:
                 self._drop_offer(sequence, kept)
-            elif rest.depth > best.depth:
-                best, chosen = rest, kept
-        return best.first(self._most_offered(sequence)), chosen
+            elif kept.offer.drafter not in best or rest.depth > best[kept.offer.drafter][0].depth:
+                best[kept.offer.drafter] = rest, kept
+        names = self._ranked(sequence, best)
+        chains = [best[name][0].first(most) for name in names]
+        if not chains or not most:
+            return NO_DRAFT, []
+        draft, added = merge(chains) if len(chains) > 1 else (chains[0], [len(chains[0].tokens)])
+        sequence.proposed = [
+            Proposed(name, chain.tokens, count) for name, chain, count in zip(names, chains, added, strict=True)
+        ]
+        return draft, [best[name][1] for name in names]
+
+    def _ranked(self, sequence: TargetSequence, drafters: Iterable[str]) -> list[str]:
+        """The drafters of a draft, those first that have been right most often: no token at hand decides it.
+
+        Under the rejection rule it is one, by nothing that was ever drawn (rule 9); its router has asked no other.
+        """
+        if sequence.needs_candidates:
+            return sorted(drafters)[:1]
+        return sorted(drafters, key=lambda name: (-self._records[name].rate, name))
 
     def _most_offered(self, sequence: TargetSequence) -> int:
         """Most draft tokens of an offer that are verified."""

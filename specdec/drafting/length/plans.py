@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SequenceSpec
@@ -18,12 +18,13 @@ _SOON_S = 0.05
 """Time after a sequence has come in which no other came, until a review: its first plan may be another load's."""
 _QUIET_TURN = 2
 """Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""
-WorkerKind = Literal["target", "drafter"]
+WorkerKind = str
+"""``target``, or the name of a drafter."""
 Planner = Callable[[SequenceSpec], Plan]
 SEQUENTIAL_WAIT_S = 1.0
 """Longest wait of a target for a draft in mode ``sequential``; a drafter that is gone costs this once per sequence."""
 Placements = Mapping[str, tuple[str, str | None]]
-"""Target and drafter of each sequence that has a target."""
+"""Target and first drafter of each sequence that has a target."""
 
 
 class PlanController:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.core.drafts import children_of
+from specdec.core.drafts import children_of, path_to
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
@@ -111,10 +111,11 @@ class ScriptedTarget:
         *,
         coupled: bool,
         room: int,
-        draft_model: DraftModel | None = None,
+        draft_models: Sequence[DraftModel] = (),
+        takes_trees: bool = True,
     ) -> None:
         self._scripts, self._rng, self._coupled, self._room = scripts, rng, coupled, room
-        self._draft_model = draft_model
+        self._draft_models, self._takes_trees = draft_models, takes_trees
         self._skips_bonus = not coupled and rng.random() < 0.5
         self.max_model_len = next(iter(scripts.values())).max_model_len
         self.failing = 0.0
@@ -161,6 +162,7 @@ class ScriptedTarget:
         self._check_draft(job)
         drawn_from = [candidates.ids for candidates in job.candidates]
         expect(self._coupled or drawn_from == [(token,) for token in job.draft], "candidates of other draft tokens")
+        draft = draft if self._takes_trees else draft.chain()
         if self._rng.random() < 0.1:
             draft = draft.only(range(min(len(draft.tokens), self._rng.randint(0, 3))))  # memory was short
         children = children_of(draft.parents or range(-1, len(draft.tokens) - 1))
@@ -179,15 +181,17 @@ class ScriptedTarget:
         return Verification(Status.DECIDED, tuple(run), num_accepted, len(draft.tokens), logprobs)
 
     def _check_draft(self, job: VerifyJob) -> None:
-        """No drafter has said what the draft model does not say after these very tokens."""
+        """What is drafted is what a draft model says after these very tokens."""
         if job.source in ("ngram", "prediction"):
             return  # what the target looked up may be anything
         chain = job.proposed.chain().tokens
         expect(job.draft[: len(chain)] == chain, "the chain of a tree does not come first in it")
+        parents = job.parents or range(-1, len(job.draft) - 1)
+        siblings = [(parent, token) for parent, token in zip(parents, job.draft, strict=True)]
+        expect(len(set(siblings)) == len(siblings), "a token of a tree is in it twice")
         for i, token in enumerate(job.draft):
-            place = job.parents[i] + 1 if job.parents else i
-            tokens = [*job.log.tokens, *chain[:place]]
-            said = () if self._draft_model is None else (self._draft_model.token(job.key, tokens),)
+            tokens = [*job.log.tokens, *(job.draft[node] for node in path_to(parents, i)[:-1])]
+            said = [model.token(job.key, tokens) for model in self._draft_models]
             expect(token in said, "a draft that was made for another log")
 
     def _token(self, key: str, position: int, drafted: int | None) -> int:

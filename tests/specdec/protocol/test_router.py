@@ -17,6 +17,7 @@ from specdec.core.messages import (
     Offer,
     Open,
     Plan,
+    Resync,
     Submit,
     Verdict,
     Want,
@@ -223,3 +224,50 @@ def test_what_tells_of_a_prompt_is_sent_to_the_ingress_once_and_again_only_much_
     machine.receive(replace_struct(want, have=P + 1), 5.1)
     (message,) = machine.take_outbox()["I"]
     assert (message.tokens, message.notes.prompt_logprobs) == ((4,), None), "it has arrived: it is never sent again"
+
+
+def with_two_drafters(spec=SPEC):
+    machine = RouterMachine("R", lambda spec: PLAN, TIMES, drafters=("gpu", "cpu"))
+    for name, kind in {"T": "target", "G": "gpu", "C": "cpu"}.items():
+        machine.worker_joined(name, kind, 0.0)
+    machine.receive(Submit("s", 1, "I", SharedTokens(PROMPT), spec), 0.0)
+    return machine
+
+
+def test_each_drafter_has_the_sequence_its_commits_and_incarnations_of_its_own():
+    machine = with_two_drafters()
+    sent = machine.take_outbox()
+    assert {peer: message.drafter for peer, [message] in sent.items() if peer != "T"} == {"G": "gpu", "C": "cpu"}
+    machine.receive(verdict(0, (0, 1)), 0.0)
+    sent = machine.take_outbox()
+    assert sent["G"] == sent["C"] == [commit(0, (0, 1), (0, 1))]
+    machine.receive(Resync("C", "s", Epoch(1, 0), 0, "unknown"), 0.0)
+    [reopened] = machine.take_outbox().pop("C")
+    assert (reopened.epoch, reopened.drafter) == (Epoch(1, 1), "cpu")
+    for drafter, n, is_relayed in (("gpu", 0, True), ("cpu", 1, True), ("cpu", 0, False), ("gpu", 1, False)):
+        offer = Offer("s", Epoch(1, n), log_of((0, 1)).prefix_hash(), (4, 5), drafter=drafter)
+        machine.receive(offer, 0.0)
+        expected = {"T": [replace_struct(offer, epoch=Epoch(1, 0))]} if is_relayed else {}
+        assert machine.take_outbox() == expected
+    machine.receive(Offer("s", Epoch(1, 0), log_of((0, 1)).prefix_hash(), (4,), drafter="nobody"), 0.0)
+    assert machine.take_outbox() == {}
+
+
+def test_a_drafter_that_is_lost_leaves_the_other_as_it_is():
+    machine = with_two_drafters()
+    machine.take_outbox()
+    machine.worker_lost("G", 0.0)
+    assert machine.take_outbox() == {}
+    machine.receive(verdict(0, (0,)), 0.0)
+    assert machine.take_outbox()["C"] == [commit(0, (0,), (0,))]
+    machine.worker_joined("G2", "gpu", 0.0)
+    [reopened] = machine.take_outbox().pop("G2")
+    assert (reopened.epoch, reopened.output) == (Epoch(1, 1), (0,))
+
+
+def test_under_the_rejection_rule_the_first_drafts_alone():
+    machine = with_two_drafters(replace(SPEC, sampling=SamplingParams(acceptance="rejection")))
+    assert set(machine.take_outbox()) == {"T", "G"}
+    machine.worker_lost("G", 0.0)
+    machine.receive(verdict(0, (0,)), 0.0)
+    assert set(machine.take_outbox()) == {"T", "I"}

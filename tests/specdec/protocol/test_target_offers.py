@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import asdict
 
-from specdec.core.messages import Ack, Offer, Outcome, Plan
+import pytest
+from msgspec.structs import replace
+
+from specdec.core.backends import Status, Verification
+from specdec.core.drafts import OFFERS_KEPT, children_of
+from specdec.core.messages import Ack, Candidates, Offer, Outcome, Plan
+from specdec.core.params import SamplingParams
 from tests.specdec.protocol.scripted import PROMPT, log_of
-from tests.specdec.protocol.test_target import EPOCH, TRUE, machine_with, offer, open_message
+from tests.specdec.protocol.test_target import EPOCH, TRUE, Oracle, machine_with, offer, open_message
 
 
 def branched(committed, chain, *branches):
@@ -154,3 +160,58 @@ def test_an_offer_whose_chain_was_decided_may_have_a_branch_for_what_comes_next(
     machine.receive(branched(TRUE[:2], TRUE[2:5], (Outcome(2, 9), (1,))), 0.0)  # no branch after its whole chain
     assert [kept.is_used for sequence in machine._sequences for kept in sequence.offers] == [True]
     assert num_stale(machine) == 1
+
+
+class TreeOracle(Oracle):
+    """Verifies trees."""
+
+    def _decide(self, job):
+        true, children = self.true[len(job.log) - len(PROMPT) :], children_of(job.proposed.parents)
+        if not job.parents:
+            return super()._decide(job)
+        at, count = -1, 0
+        while (kept := [node for node in children.get(at, ()) if job.draft[node] == true[count]]) != []:
+            at, count = kept[0], count + 1
+        return Verification(Status.DECIDED, true[: count + 1], count, len(job.draft))
+
+
+def of(drafter, committed, chain):
+    return replace(offer(committed, chain), drafter=drafter)
+
+
+def counted(machine, drafter):
+    return asdict(machine.counters.by_drafter[drafter])
+
+
+def test_offers_of_several_drafters_are_verified_as_one_tree_those_first_that_were_right():
+    machine = machine_with(open_message(), of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
+    machine._backend = backend = TreeOracle()
+    machine.step(0.0)  # decides 3, 4, 5, 6
+    assert backend.batches == [[("s", (3, 9, 4, 5))]]
+    assert counted(machine, "a") == {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1}
+    assert counted(machine, "b") == {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 2}
+    machine.receive(Ack("s", EPOCH, len(PROMPT) + 4), 0.0)
+    for drafter in ("a", "b"):
+        machine.receive(of(drafter, TRUE[:4], (7, 8)), 0.0)
+    machine.step(0.0)  # what both have is owed to who has been right
+    assert backend.batches[1:] == [[("s", (7, 8))]]
+    assert [counted(machine, name)["num_accepted_tokens"] for name in ("a", "b")] == [1, 4]
+
+
+def test_a_drafter_that_floods_a_target_takes_no_other_ones_room():
+    machine = machine_with(open_message(), of("a", (), TRUE[:2]))
+    for token in range(1, 2 * OFFERS_KEPT):
+        machine.receive(of("b", (), (token, token)), 0.0)
+    (sequence,) = machine._sequences
+    assert [kept.offer.drafter for kept in sequence.offers] == ["a", *["b"] * OFFERS_KEPT]
+
+
+def test_under_the_rejection_rule_one_drafter_is_taken_whatever_it_says():
+    drawn = tuple(Candidates((token,), (1.0,)) for token in TRUE[:2])
+    sampling = SamplingParams(acceptance="rejection")
+    offers = [replace(of(name, (), TRUE[:2]), candidates=drawn) for name in ("b", "a")]
+    machine = machine_with(open_message(sampling=sampling), replace(offers[0], chain=TRUE[:1], candidates=drawn[:1]))
+    machine.receive(offers[1], 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches == [[("s", TRUE[:2])]]
+    assert counted(machine, "b")["num_drafts"] == 0

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from specdec.core.messages import Ack, Cancel, Close, Epoch, Message, Notes, Open, Submit
+from specdec.core.drafts import OFFERS_KEPT
+from specdec.core.messages import Ack, Cancel, Close, Epoch, Message, Notes, Offer, Open, Submit
 from specdec.core.types import Finish, Tokens
 from specdec.protocol.draft_sequence import DraftSequence
 from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import LeasedSequence, Times
 from specdec.protocol.router import RouterMachine
-from specdec.protocol.sessions import Session
+from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_sequence import TargetSequence
+from specdec.protocol.target_sequence import KeptOffer, TargetSequence
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine
 NEVER = Epoch(-1, 0), 0.0
+LAG = 40
+"""Steps within which a drafter has heard of a token, once nothing is lost."""
 
 
 @dataclass
@@ -71,18 +74,33 @@ class Client:
 class Watch:
     """Follows all processes from outside, and raises ViolationError at the first broken promise."""
 
-    def __init__(self, scripts: dict[str, Script], times: Times, *, coupled: bool, most_branches: int) -> None:
+    def __init__(
+        self,
+        scripts: dict[str, Script],
+        times: Times,
+        drafters: Mapping[str, str],
+        *,
+        coupled: bool,
+        most_branches: int,
+    ) -> None:
+        self._drafters = drafters
         self._scripts, self._times, self._coupled = scripts, times, coupled
         self._most_branches = most_branches
         self.clients: dict[str, Client] = {}
         self.num_opens: Counter[str] = Counter()
-        self.num_draft_opens: Counter[str] = Counter()
+        self.num_draft_opens: Counter[tuple[str, str]] = Counter()
         self.num_alone: Counter[str] = Counter()
         self._graves: dict[tuple[str, int, str], tuple[Epoch, float]] = {}
         self._held: defaultdict[tuple[str, int], dict[str, Epoch]] = defaultdict(dict)
         self._logs: dict[tuple[object, ...], Tokens] = {}
         self._granted: dict[tuple[str, Epoch], int] = {}
         self._committed: defaultdict[str, set[Tokens]] = defaultdict(set)
+        self._offers: set[tuple[object, ...]] = set()
+        self._opened: dict[tuple[int, str, str], Epoch] = {}
+        self._of_others: tuple[TargetSequence, list[KeptOffer]] | None = None
+        self._ranks: dict[str, list[str]] = {}
+        self._drafted: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+        self._lengths: defaultdict[tuple[str, str, Epoch], list[int]] = defaultdict(list)
 
     def follow(self, router: RouterMachine) -> None:
         """Count who was alone in quarantine, or alone at all, on a worker that a router loses."""
@@ -97,32 +115,81 @@ class Watch:
                     break
             lose(name, now_s, is_gone=is_gone)
 
+        send = router._dispatcher.send
+
+        def check_and_send(link: WorkerLink, message: Message) -> None:
+            session = router._sessions.get(message.seq) if isinstance(message, Offer) else None
+            if session is not None and isinstance(message, Offer):
+                maker = session.drafters[message.drafter]
+                made = maker.kind, message.seq, session.link_epoch(maker), *_content(message)
+                expect(made in self._offers, "an offer of a drafter that has not made it, or not for this opening")
+            if isinstance(message, Open):
+                self._opened[id(router), message.seq, link.kind] = message.epoch
+            send(link, message)
+
         router._lose = count_and_lose  # type: ignore[method-assign]
+        router._dispatcher.send = check_and_send  # type: ignore[method-assign]
 
     def drains(self, node: Node) -> None:
         """A process begins to drain: what it holds now is all that it may hold from now on."""
         if not node.is_draining:
             node.at_drain = {(sequence.seq, sequence.epoch) for sequence in node.sequences}
 
-    def sent(self, peer: str, message: Message, *, is_hostile: bool) -> None:
+    def sent(self, sender: str, peer: str, message: Message, *, is_hostile: bool) -> None:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
         match message:
+            case Offer(seq, epoch) if sender.startswith("D"):
+                self._offers.add((self._drafters[sender], seq, epoch, *_content(message)))
             case Open(seq, epoch, spec=spec) if peer.startswith("T") or spec.model == "draft":
                 self._grant(seq, epoch, len(message.prompt) + len(message.output))
                 self.num_opens[seq] += not is_hostile
             case Submit(seq):
                 self.num_opens[seq] += not is_hostile
             case Open(seq):
-                self.num_draft_opens[seq] += not is_hostile
+                self.num_draft_opens[seq, message.drafter] += not is_hostile
             case Ack(seq, epoch, length):
                 self._grant(seq, epoch, length)
 
     def _grant(self, seq: str, epoch: Epoch, length: int) -> None:
         self._granted[seq, epoch] = max(length, self._granted.get((seq, epoch), 0))
 
+    def receives(self, node: Node, message: Message) -> None:
+        """A process is about to take in a message."""
+        self._of_others = None
+        if isinstance(message, Offer) and isinstance(node.machine, TargetMachine):
+            sequence = node.machine._sequences.current(message.seq, message.epoch)
+            if sequence is not None:
+                others = [kept for kept in sequence.offers if kept.offer.drafter != message.drafter]
+                self._of_others = sequence, others
+
+    def steps(self, node: Node) -> None:
+        """A process is about to make a step."""
+        if isinstance(node.machine, TargetMachine):
+            rates = {name: record.rate for name, record in node.machine._records.items()}
+            self._ranks[node.name] = sorted(rates, key=lambda name: (-rates[name], name))
+            for sequence in node.machine._sequences:
+                sequence.proposed = []
+
+    def followed(self, nodes: Mapping[str, Node], now: int) -> None:
+        """Nothing is lost any more: who drafts for a sequence has all that was committed a while ago."""
+        for node in nodes.values():
+            for session in node.machine._sessions if isinstance(node.machine, RouterMachine) else ():
+                lengths = self._lengths[node.name, session.seq, session.epoch]
+                lengths.append(len(session.log))
+                for link in session.drafting if len(lengths) > LAG else ():
+                    machine = None if link.worker is None else nodes[link.worker].machine
+                    if not isinstance(machine, DraftWorkerMachine) or now - link.opened_s < LAG:
+                        continue
+                    held = machine.drafter._sequences.current(session.seq, session.link_epoch(link))
+                    is_behind = held is not None and len(held.log) < lengths[-1 - LAG]
+                    expect(not is_behind, "a drafter does not hear of what is committed")
+
     def received(self, node: Node, message: Message, now: int) -> None:
         """A process has taken in a message."""
         self.moved(node, now)
+        if self._of_others is not None:
+            sequence, others = self._of_others
+            expect(all(kept in sequence.offers for kept in others), "a drafter's offer takes the place of another's")
         if isinstance(message, Close | Cancel):
             epoch = Epoch(message.attempt, 0) if isinstance(message, Cancel) else message.epoch
             if message.seq not in self._held[node.name, node.life]:
@@ -181,6 +248,7 @@ class Watch:
             sequence.log.tail(0),
             self._scripts[sequence.seq],
         )
+        self._check_drafters(node, sequence)
         seen = self._logs.get(key, ())
         if log == seen:
             return
@@ -192,7 +260,23 @@ class Watch:
         self._logs[key] = log
         self._committed[sequence.seq].add(log)
 
+    def _check_drafters(self, node: Node, sequence: TargetSequence) -> None:
+        kept = Counter(kept.offer.drafter for kept in sequence.offers)
+        expect(max(kept.values(), default=0) <= OFFERS_KEPT, "more offers of a drafter than are kept")
+        proposed = [one.drafter for one in sequence.proposed]
+        known = [name for name in self._ranks.get(node.name, ()) if name in proposed]
+        if len(known) == len(proposed):
+            expect(proposed == known, "drafters are not merged in the order of their records")
+        if not self._coupled:
+            drafted = self._drafted[sequence.seq, sequence.epoch.attempt]
+            drafted |= kept.keys()
+            expect(len(drafted) <= 1, "two drafters under the rejection rule")
+
     def _check_session(self, node: Node, session: Session) -> None:
+        for link in session.links:
+            opened = self._opened.get((id(node.machine), session.seq, link.kind))
+            is_opened = link.worker is None or session.link_epoch(link) == opened
+            expect(is_opened, "a worker has a sequence under another epoch than it was opened there")
         key, log = (node.name, node.life, session.seq, session.epoch), session.log.tail(0)
         if log != self._logs.get(key, PROMPT):
             expect(log in self._committed[session.seq], "the log of record is no prefix of one log")
@@ -225,6 +309,10 @@ class Watch:
             expect(script.finish(log) is None, "an error after the end")
             is_at_fault = script.poisons(log) != "" or self.num_alone[script.seq] >= 2
             expect(is_at_fault, "an error of another sequence")
+
+
+def _content(offer: Offer) -> tuple[object, ...]:
+    return offer.prefix_hash, offer.chain, offer.branches
 
 
 KINDS = dict(zip("acbspACBxyz", "acbapacbacb", strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.core.messages import Message, Plan, PlanUpdate
+from specdec.core.messages import DRAFTER, Message, Plan, PlanUpdate
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.ngram import NgramOptions
@@ -34,7 +34,11 @@ from tests.specdec.protocol.watch import Client, Node, Watch
 TIMES = Times(
     lease_s=8, renew_interval_s=3, retry_interval_s=3, renew_grace_s=2, peer_timeout_s=10, max_unacked_tokens=6
 )
-INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
+INGRESS, ROUTERS, TARGETS = "I", ("R0", "R1"), ("T0", "T1")
+DRAFTERS = {"D0": DRAFTER, "D1": DRAFTER}
+"""Which drafter a worker is of, where there is one."""
+MORE_DRAFTERS = ({"D2": "second"}, {"D2": "second", "D3": "third"})
+"""Those of others, which two seeds of eight have."""
 REQUESTS = ("s0", "s1", "s2")
 MOST_BRANCHES = 6
 QUIET_STEPS, OPENS, DRAFT_OPENS, DEATHS = 300, 24, 14, 16
@@ -97,17 +101,25 @@ class World:
         max_model_len = rng.choice((16, 64))
         self.draft_max_model_len = rng.choice((10, max_model_len))
         self.scripts = {seq: Script.random(rng, seq, max_model_len, coupled=self.coupled) for seq in REQUESTS}
-        self.draft_model = DraftModel(self.scripts, seed, skill=self.skill)
+        # Nothing is drawn for these: all other schedules are as if there were none.
+        more = MORE_DRAFTERS[seed // 8 % 2] if seed % 8 > 5 else {}
+        self.drafters = {**DRAFTERS, **more}
+        self.names = tuple(dict.fromkeys(self.drafters.values()))
+        skills = self.skill, (0.0, 0.7, 0.95)[seed // 16 % 3], 0.9
+        self.draft_models = {
+            name: DraftModel(self.scripts, seed + i, skill=skills[i]) for i, name in enumerate(self.names)
+        }
+        self.takes_trees = seed // 16 % 2 == 0
         self.draft_room = rng.choice((2, 6, 30))
         self.num_step_tokens = 3 if seed % 3 == 1 else 1
-        self.watch = Watch(self.scripts, TIMES, coupled=self.coupled, most_branches=MOST_BRANCHES)
+        self.watch = Watch(self.scripts, TIMES, self.drafters, coupled=self.coupled, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
         self.num_deaths: Counter[str] = Counter()
         self._news: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._lost: set[tuple[str, str]] = set()
         self.nodes: dict[str, Node] = {}
-        for name in (INGRESS, *ROUTERS, *TARGETS, *DRAFTERS):
+        for name in (INGRESS, *ROUTERS, *TARGETS, *self.drafters):
             self._begin(name, 0)
         for listener in (INGRESS, *ROUTERS):
             self._introduce(listener)
@@ -117,7 +129,7 @@ class World:
         for _ in range(self.rng.randint(20, 70)):
             self.step()
             self.disturb()
-        for name in self.rng.sample(ROUTERS + TARGETS + DRAFTERS, self.rng.randint(0, 3)):
+        for name in self.rng.sample(ROUTERS + TARGETS + tuple(self.drafters), self.rng.randint(0, 3)):
             self._restart(self.nodes[name])  # so that the quiet begins where it is hardest
         for node in list(self.nodes.values()):
             if node.is_draining:
@@ -141,6 +153,7 @@ class World:
             if node.stalled_until > self.now:
                 self.net.hold(name, message, node.stalled_until)
                 continue
+            self.watch.receives(node, message)
             node.machine.receive(message, self.now)
             self.watch.received(node, message, self.now)
         for node in self.nodes.values():
@@ -148,6 +161,7 @@ class World:
                 continue
             try:
                 for _ in range(self._pace(node)):
+                    self.watch.steps(node)
                     node.machine.step(self.now)
                     self.watch.moved(node, self.now)
             except DiesError as death:
@@ -160,15 +174,17 @@ class World:
             for peer, messages in node.machine.take_outbox().items():
                 for message in messages:
                     self._send(node.name, peer, message)
+        if not self.net.is_hostile:
+            self.watch.followed(self.nodes, self.now)
 
     def _pace(self, node: Node) -> int:
         """How many steps a machine makes now: a target is slow, a drafter may be fast."""
         if node.name in TARGETS:
             return int(self.now % self.target_period == 0)
-        return self.drafts_per_step if node.name in DRAFTERS else 1
+        return self.drafts_per_step if node.name in self.drafters else 1
 
     def _send(self, sender: str, peer: str, message: Message) -> None:
-        self.watch.sent(peer, message, is_hostile=self.net.is_hostile)
+        self.watch.sent(sender, peer, message, is_hostile=self.net.is_hostile)
         self.net.send(sender, peer, message, self.now)
 
     # Processes, and who hears of them.
@@ -177,7 +193,9 @@ class World:
         node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES, fingerprints=_fingerprints(OURS)))
         match name[0]:
             case "R":
-                router = node.machine = RouterMachine(name, self._plan, TIMES, fingerprints=_fingerprints(model))
+                router = node.machine = RouterMachine(
+                    name, self._plan, TIMES, fingerprints=_fingerprints(model), drafters=self.names
+                )
                 self.watch.follow(router)
             case "T":
                 node.backends = (self._target_backend(),)
@@ -190,7 +208,7 @@ class World:
                 )
             case "D":
                 drafter = ScriptedDraft(
-                    self.draft_model,
+                    self.draft_models[self.drafters[name]],
                     room=self.draft_room,
                     max_model_len=self.draft_max_model_len,
                     num_step_tokens=self.num_step_tokens,
@@ -202,7 +220,12 @@ class World:
 
     def _target_backend(self) -> ScriptedTarget:
         backend = ScriptedTarget(
-            self.scripts, self.rng, coupled=self.coupled, room=self.room, draft_model=self.draft_model
+            self.scripts,
+            self.rng,
+            coupled=self.coupled,
+            room=self.room,
+            draft_models=tuple(self.draft_models.values()),
+            takes_trees=self.takes_trees,
         )
         backend.failing, backend.num_alone = self.adversary.failing, self.watch.num_alone
         return backend
@@ -215,6 +238,7 @@ class World:
             acceptance_rate=pick((0.0, 0.7, 1.0)),
             mode=pick(("overlap", "overlap", "sequential")),
             draft_wait_s=pick((0, 0, 6)),
+            drafters=pick(((), (), self.names[:1], self.names[1:])) if len(self.names) > 1 else (),
         )
 
     def _listeners(self, name: str) -> tuple[str, ...]:
@@ -222,7 +246,7 @@ class World:
 
     def _introduce(self, listener: str) -> None:
         """A new process is told of all its peers, of some of them late."""
-        for name in ROUTERS if listener == INGRESS else TARGETS + DRAFTERS:
+        for name in ROUTERS if listener == INGRESS else TARGETS + tuple(self.drafters):
             self._lost.add((listener, name))
             self._tell_later(listener, name, self.rng.choice((0, 0, 0, 10)))
 
@@ -231,7 +255,7 @@ class World:
         if isinstance(machine, IngressMachine):
             (machine.router_joined if joined else machine.router_lost)(name, self.now)
         elif isinstance(machine, RouterMachine) and joined:
-            machine.worker_joined(name, "target" if name in TARGETS else "drafter", self.now)
+            machine.worker_joined(name, self.drafters.get(name, "target"), self.now)
         elif isinstance(machine, RouterMachine):
             machine.worker_lost(name, self.now)
         (self._lost.discard if joined else self._lost.add)((listener, name))
@@ -300,7 +324,7 @@ class World:
         self.counts["restarts"] += 1
         was_ours = node.model == OURS
         is_update = self.net.is_hostile and self.rng.random() < self.adversary.update
-        model = THEIRS if is_update and node.name not in DRAFTERS else OURS
+        model = THEIRS if is_update and node.name not in self.drafters else OURS
         self._begin(node.name, node.life + 1, model)
         self.nodes[node.name].model = model
         self.counts["updates"] += model == THEIRS
@@ -336,7 +360,10 @@ class World:
         while any(client.state == "live" for client in clients):
             expect(self.now - began < QUIET_STEPS * self.target_period, "a request does not finish")
             self.step()
-            opens, draft_opens = (max(n.values(), default=0) for n in (watch.num_opens, watch.num_draft_opens))
+            opens, draft_opens = (
+                max(watch.num_opens.values(), default=0),
+                max(watch.num_draft_opens.values(), default=0),
+            )
             self.worst = self.now - began, opens, draft_opens
             expect(opens <= OPENS, "opened again and again")
             expect(draft_opens <= DRAFT_OPENS, "a drafter is never in step again")
@@ -352,7 +379,12 @@ class World:
             if isinstance(node.machine, DraftWorkerMachine):
                 self.counts["promoted"] += node.machine.drafter.counters.num_promoted
             elif isinstance(node.machine, TargetMachine):
-                self.counts["branch hits"] += node.machine.counters.num_branch_hits
+                counters = node.machine.counters
+                self.counts["branch hits"] += counters.num_branch_hits
+                num_owed = {name: counts.num_accepted_tokens for name, counts in counters.by_drafter.items()}
+                accepted = counters.by_source["model"].num_accepted_tokens
+                expect(sum(num_owed.values()) == accepted, "an accepted token is owed to no drafter, or to two")
+                self.counts["of others"] += accepted - num_owed.get(DRAFTER, 0)
 
     def _drain(self, steps: int) -> None:
         for _ in range(steps + 3 * int(TIMES.lease_s) + 5):

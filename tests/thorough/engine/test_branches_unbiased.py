@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain as joined
 from itertools import cycle, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from scipy.stats import chi2
 from torch import Tensor
 
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.drafts import Draft, DraftChooser, remaining_draft
 from specdec.core.log import TokenLog
-from specdec.core.messages import Ack, Candidates, Commit, Epoch, Message, Offer, Open, Plan, Verdict
+from specdec.core.messages import DRAFTER, Ack, Candidates, Commit, Epoch, Message, Offer, Open, Plan, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.types import Tokens
@@ -34,6 +35,7 @@ from specdec.protocol.draft_sequence import DraftSequence, Path
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
+from specdec.protocol.target_sequence import TargetSequence
 from specdec.sampling.acceptance import propose, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.sizes import sized
@@ -221,6 +223,7 @@ class Setup:
         chooses: Whether a chooser compares drafts by what they promise; it learns from all sequences.
         ends: Whether a token ends a text.
         noise: How far the draft's logits are from the target's.
+        drafters: Names of those that draft, each with logits of its own, and with steps of its own.
     """
 
     kind: Callable[[Tensor], Backend] = Backend
@@ -232,45 +235,53 @@ class Setup:
     chooses: bool = False
     ends: bool = True
     noise: float = 0.3
+    drafters: tuple[str, ...] = (DRAFTER,)
 
-    def logits(self) -> tuple[Tensor, Tensor]:
-        """Of target and draft, each [VOCAB, VOCAB]."""
+    def logits(self) -> tuple[Tensor, ...]:
+        """Of the target and each drafter, each [VOCAB, VOCAB]."""
         generator = torch.Generator().manual_seed(5)
         if not self.ends:
-            logits = torch.randn(VOCAB, VOCAB, generator=generator)
-            return logits, logits + self.noise * torch.randn(VOCAB, VOCAB, generator=generator)
+            return self._with_noise(torch.randn(VOCAB, VOCAB, generator=generator), generator)
         logits = 0.3 * torch.randn(VOCAB, VOCAB, generator=generator)
         logits[:, END] += 2.5
         for token, following in pairwise((*range(END), 0)):
             logits[token, following] += 3.0
-        return logits, logits + self.noise * torch.randn(VOCAB, VOCAB, generator=generator)
+        return self._with_noise(logits, generator)
+
+    def _with_noise(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        noise = [torch.randn(VOCAB, VOCAB, generator=generator) for _ in self.drafters]
+        return logits, *(logits + self.noise * one for one in noise)
 
 
 class Line:
-    """A target, and a drafter that hears of its verdicts a step late, without anybody between them."""
+    """A target, and drafters that hear of its verdicts a step late, without anybody between them."""
 
     def __init__(self, setup: Setup, seeds: range, chooser: DraftChooser | None) -> None:
-        logits, draft_logits = setup.logits()
-        target, draft = setup.kind(logits), Backend(draft_logits)
-        self.target = TargetMachine("T", target, Times(lease_s=1e6), ngram=setup.ngram, chooser=chooser)
-        self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
+        logits, *draft_logits = setup.logits()
+        self.target = TargetMachine("T", setup.kind(logits), Times(lease_s=1e6), ngram=setup.ngram, chooser=chooser)
+        self.drafters = {
+            name: DrafterMachine(name, Backend(logits), Times(lease_s=1e6), branches_in_all=1 << 16)
+            for name, logits in zip(setup.drafters, draft_logits, strict=True)
+        }
         self.draft_steps = cycle(setup.draft_steps)
         sampling, eos = SamplingParams(acceptance=setup.acceptance), (END,) if setup.ends else ()
         for seed in seeds:
             spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, eos, prediction=SharedTokens(setup.prediction))
             opening = Open(str(seed), Epoch(0, 0), "R", PROMPT, spec, setup.plan, 1e6)
             self.target.receive(opening, 0.0)
-            self.drafter.receive(opening, 0.0)
+            for name, drafter in self.drafters.items():
+                drafter.receive(replace_struct(opening, drafter=name), 0.0)
 
     def run(self) -> list[list[int]]:
         outputs: dict[str, list[int]] = {}
         while len(self.target._sequences):
             self.target.step(0.0)
             verdicts = self.target.take_outbox()["R"]
-            for _ in range(next(self.draft_steps)):
-                self.drafter.step(0.0)
-            for offer in self.drafter.take_outbox().get("R", []):
-                self.target.receive(offer, 0.0)
+            for drafter in self.drafters.values():
+                for _ in range(next(self.draft_steps)):
+                    drafter.step(0.0)
+                for offer in drafter.take_outbox().get("R", []):
+                    self.target.receive(offer, 0.0)
             for verdict in verdicts:
                 assert isinstance(verdict, Verdict)
                 outputs.setdefault(verdict.seq, []).extend(verdict.tokens)
@@ -280,10 +291,12 @@ class Line:
     def _pass_on(self, verdict: Verdict) -> None:
         seq, epoch, length = verdict.seq, verdict.epoch, verdict.prefix_hash.length
         messages: list[Message] = [Ack(seq, epoch, length)]
-        self.drafter.receive(Commit(seq, epoch, verdict.base, verdict.tokens, verdict.prefix_hash), 0.0)
+        for drafter in self.drafters.values():
+            drafter.receive(Commit(seq, epoch, verdict.base, verdict.tokens, verdict.prefix_hash), 0.0)
         if verdict.finish is not None:
-            for machine in (self.target, self.drafter):
-                machine._dropped(machine._sequences.drop(seq, epoch, 0.0))
+            self.target._dropped(self.target._sequences.drop(seq, epoch, 0.0))
+            for drafter in self.drafters.values():
+                drafter._dropped(drafter._sequences.drop(seq, epoch, 0.0))
         for message in messages:
             self.target.receive(message, 0.0)
 
@@ -303,7 +316,9 @@ def p_value(setup: Setup, num_draws: int) -> float:
             counters[name] += getattr(line.target.counters, name)
         for source, of_source in line.target.counters.by_source.items():
             counters["found" if source in ("ngram", "prediction") else source] += of_source.num_drafts
-        counters["num_promoted"] += line.drafter.counters.num_promoted
+        counters["num_promoted"] += sum(drafter.counters.num_promoted for drafter in line.drafters.values())
+        for name, of_drafter in line.target.counters.by_drafter.items():
+            counters[name] += of_drafter.num_drafts
     if setup.ngram is not None:
         assert counters["found"] > num_draws / 50
     if isinstance(line.target._backend, WithHeads):
@@ -311,6 +326,7 @@ def p_value(setup: Setup, num_draws: int) -> float:
     drafted = "model" if isinstance(line.target._backend, AlwaysPaired) else "num_used_offers"
     assert counters[drafted] > num_draws / 50, counters
     assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > num_draws / 50
+    assert isinstance(line.target._backend, AlwaysPaired) or min(counters[name] for name in setup.drafters) > 50
     expected = counts.sum(1, keepdim=True) * setup.logits()[0].double().softmax(1)
     is_possible = expected > 0  # nothing follows what ends a text
     statistic = float(((counts - expected) ** 2 / expected)[is_possible].sum())
@@ -334,6 +350,7 @@ SETUPS = {
     "recursive_heads_or_model": Setup(WithRecursiveHeads, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
     "recursive_trees_or_model": Setup(WithRecursiveTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
     "trees_or_model": Setup(WithTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
+    "two_drafters": Setup(plan=AHEAD, draft_steps=(0, 3, 6, 1), noise=0.8, drafters=("a", "b")),
 }
 """Where a draft model's drafts and others are both to be had, each is verified often."""
 
@@ -357,6 +374,16 @@ def test_a_chain_that_ends_with_its_text_would_be_found(name: str, monkeypatch: 
 
     monkeypatch.setattr(DraftSequence, "_has_ended", ends_with_text)
     assert p_value(SETUPS[name], 9_000) < 1e-6
+
+
+def test_a_drafter_that_is_chosen_by_what_it_drew_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 18: under the rejection rule no draft decides whose it is."""
+
+    def by_tokens(machine: TargetMachine, row: TargetSequence, drafters: Mapping[str, Any]) -> list[str]:
+        return sorted(drafters, key=lambda name: drafters[name][0].tokens)[:1]
+
+    monkeypatch.setattr(TargetMachine, "_ranked", by_tokens)
+    assert p_value(replace(SETUPS["two_drafters"], draft_steps=(6,), ends=False), 9_000) < 1e-6
 
 
 def test_heads_that_tell_another_distribution_than_they_drew_from_would_be_found() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.sizes import sized
 from tests.specdec.protocol.branch_mutations import BRANCH_MUTATIONS
+from tests.specdec.protocol.drafter_mutations import DRAFTER_MUTATIONS
 from tests.specdec.protocol.fault_mutations import FAULT_MUTATIONS
 from tests.specdec.protocol.mutations import MUTATIONS
 from tests.specdec.protocol.scripted import ScriptedDraft, ScriptedTarget
@@ -22,6 +23,7 @@ FOUND_BY = {
     "branch_agreed": 1,
     "branch_prefix_hash": 44,
     "chosen_branch": 1,
+    "commits_to_all": 126,
     "credit": 0,
     "cumulative": 22,
     "decided_outcome": 2,
@@ -41,11 +43,19 @@ FOUND_BY = {
     "ingress_prefix_hash": 137,
     "leases": 0,
     "live_epoch": 82,
+    "lost_with_its_offers": 6,
+    "merged_as_a_trie": 174,
+    "named_offers": 6,
     "prefix_hash": 63,
     "prefix_hash_shorter": 57,
     "no_rewind": 0,
     "notes_by_position": 0,
+    "one_under_the_rejection_rule": 15,
     "opened_apart": 58,
+    "order_of_merging": 14,
+    "own_incarnations": 6,
+    "own_mark": 14,
+    "own_room": 14,
     "preempted": 819,
     "release": 0,
     "renamed": 3,
@@ -59,7 +69,7 @@ FOUND_BY = {
     "workers_that_drain": 0,
 }
 """A schedule that breaks a promise with a rule off. Where it no longer does, all are tried; ``--whole`` prints it."""
-ALL = MUTATIONS | BRANCH_MUTATIONS | FAULT_MUTATIONS
+ALL = MUTATIONS | BRANCH_MUTATIONS | FAULT_MUTATIONS | DRAFTER_MUTATIONS
 
 
 @pytest.mark.parametrize("rule", ALL)
