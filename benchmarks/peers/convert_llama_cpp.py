@@ -1,4 +1,4 @@
-"""A Llama model as llama.cpp reads it: GGUF, in float32 or bfloat16. Arguments: FOLDER WEIGHTS OUT DTYPE.
+"""A Llama model as llama.cpp reads it: GGUF, in float32, bfloat16, q8_0 or q4_0. Arguments: FOLDER WEIGHTS OUT DTYPE.
 
 llama.cpp's own converter knows tokenizers by a hash and refuses those it never saw; this one says that the tokenizer
 splits as GPT-2's does. Prompts are given as ids, so that no text depends on it.
@@ -23,6 +23,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+FORMATS = {
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
 OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 
@@ -85,9 +90,9 @@ def main() -> None:
         kind = name.split(".")[-2]
         if kind in heads:
             weight = interleaved(weight, heads[kind])
-        if dtype == "bfloat16" and weight.ndim > 1:
-            raw = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.BF16)
-            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        if dtype in FORMATS and weight.ndim > 1:
+            raw = gguf.quants.quantize(weight, FORMATS[dtype])
+            writer.add_tensor(name, raw, raw_dtype=FORMATS[dtype])
         else:
             writer.add_tensor(name, weight)
     writer.write_header_to_file()

@@ -1,0 +1,38 @@
+"""Our runner's step of one row: a token in, the likeliest token out. The fourth argument is the quantization."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from benchmarks.peers.step_loop import Given, take_steps
+from specdec.core.types import Quantization
+from specdec.executor.rows import RowInput
+from specdec.executor.runner import ModelRunner
+from specdec.models.loading import ModelSource, load_model
+
+
+def main(quantization: Quantization) -> None:
+    """Load, read a prompt, and take steps after it."""
+    given = Given.read()
+    torch.set_num_threads(given.threads)
+    dtype = "bfloat16" if quantization == "int4" else "float32"  # torchao's int4 takes no other
+    loaded = load_model(ModelSource(given.model, dtype=dtype, device="cpu", quantization=quantization))
+    runner = ModelRunner(loaded, num_blocks=2 + given.context // 16)
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, given.context + 1)
+    runner.forward([RowInput(sequence, [*range(1, given.context + 1)], 0)])
+
+    def step(count: int) -> None:
+        token = 7
+        for _ in range(count):
+            assert runner.reserve(sequence, given.context + 1)
+            token = int(runner.forward([RowInput(sequence, [token], 1)]).argmax())
+            runner.truncate(sequence, given.context)
+
+    take_steps(f"weights {quantization}, {dtype}", step)
+
+
+if __name__ == "__main__":
+    main(sys.argv[4])  # type: ignore[arg-type]
