@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from specdec.core.params import SamplingParams
 from specdec.core.types import TokenLogprobs
+from specdec.drafting.eagle3.heads import load
+from specdec.drafting.heads import DraftHeads
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
+from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.drafting.eagle3_folders import write_eagle3
+from tests.specdec.drafting.test_eagle3 import model_of, said
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_processors import BOTH
@@ -43,6 +51,14 @@ SEEDS = (1, 2, 3)
 HAPPENED = ("promoted", "accepted", "looked up", "of heads", "evicted", "reused", "restarted")
 
 
+@lru_cache
+def eagle3(family: str) -> DraftHeads:
+    """A head that caches what it reads, in the target's blocks."""
+    with TemporaryDirectory() as folder:
+        path = write_eagle3(Path(folder), model_of(family), said(family), draft_vocab_size=100)
+        return load(path, prepare_model(model_of(family), "tiny"))
+
+
 def make_cases(sampling: SamplingParams) -> list[Case]:
     """Prompts of several chunks that begin alike."""
     rng = random.Random(8)
@@ -63,28 +79,33 @@ def assert_same(got: Output, want: Output, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "temperature", "acceptance"),
+    ("family", "temperature", "acceptance", "heads_of"),
     [
-        ("llama", 0.0, "coupled"),
-        ("llama", 1.0, "coupled"),
-        ("llama", 0.0, "rejection"),
-        ("qwen3_5", 1.0, "coupled"),
-        ("qwen3_5", 0.0, "rejection"),
+        ("llama", 0.0, "coupled", fitted),
+        ("llama", 1.0, "coupled", fitted),
+        ("llama", 0.0, "rejection", fitted),
+        ("qwen3_5", 1.0, "coupled", fitted),
+        ("qwen3_5", 0.0, "rejection", fitted),
+        ("llama", 0.0, "rejection", eagle3),
+        ("llama", 1.0, "coupled", eagle3),
+        ("qwen3_5", 1.0, "coupled", eagle3),
     ],
 )
-def test_all_at_once_no_token_changes(family: str, temperature: float, acceptance: str) -> None:
+def test_all_at_once_no_token_changes(
+    family: str, temperature: float, acceptance: str, heads_of: Callable[[str], DraftHeads]
+) -> None:
     """Branches, n-grams, heads, trees, chunks, reuse, preemption, hooks, penalties, logprobs, workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE, BOTH), **lengths)
     wanted = collect(InProcessService(target, None, 0), cases)
-    makers = partial(runner, family, 0.0, SCARCE_BLOCKS, fitted(family)), partial(runner, family, NOISE)
+    makers = partial(runner, family, 0.0, SCARCE_BLOCKS, heads_of(family)), partial(runner, family, NOISE)
     # Two have something to find, two have the draft model alone.
     for i in (0, 1):
         cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))
     counts: Counter[str] = Counter()
     for seed in SEEDS:
-        heads = fitted(family), 3, 12 * (seed % 2)
+        heads = heads_of(family), 3, 12 * (seed % 2)
         service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE, ngram=NgramOptions(4), heads=heads)
         for got, want in zip(collect(service, cases), wanted, strict=True):
             assert_same(got, want, f"seed {seed}")
