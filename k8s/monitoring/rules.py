@@ -261,7 +261,7 @@ def _faults() -> Iterator[Rule]:
         "3m",
         "warning",
         "A router has no link to a live worker, or drafts do not reach their targets",
-        "Search the workers' logs for 'No link to'; check the network, and that all nodes have one version and pair.",
+        "Search the workers' logs for 'link to'; check the network, and that all nodes have one version and pair.",
         "a-link-is-down",
     )
 

@@ -44,8 +44,7 @@ _FACTORS = 0x9E3779B1, 0x5EBCA77B, 0x42B2AE3D
 class TokenDrafter(Protocol):
     """Drafts for one sequence from its tokens alone: prompt lookup here, or one from outside the tree.
 
-    It may propose anything, as no token depends on it. But what it proposes must depend on committed tokens only, and
-    its drafts under the rejection rule come with :func:`point_masses`.
+    It may propose anything, as no token depends on it. But what it proposes must depend on committed tokens only.
     """
 
     @property
@@ -290,8 +289,7 @@ class NgramDrafter:
         if match.length < self._needed or count <= 0:
             return NO_DRAFT
         tokens = self._cut(match.following(count))
-        candidates = point_masses(self._spec, tokens)
-        return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "ngram")
+        return Draft(tokens, source="prediction" if match.place < match.index.num_apart else "ngram")
 
     def _has_prediction(self, reading: Reading) -> bool:
         """Index the next part of the prediction; False until all of it is there. The log comes after it."""

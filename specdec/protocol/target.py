@@ -35,7 +35,7 @@ from specdec.core.messages import (
     pack_provenance,
 )
 from specdec.core.types import PackedLogprobs, Tokens
-from specdec.drafting.ngram import NgramOptions, Reading, token_drafter
+from specdec.drafting.ngram import NgramOptions, Reading, point_masses, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target_sequence import KeptOffer, Proposed, Record, TargetCounters, TargetSequence
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
@@ -385,6 +385,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         found, is_long = NO_DRAFT, False
         if sequence.token_drafter is not None:
             found = sequence.token_drafter.draft(sequence.log, self._room(sequence), self._reading)
+            if not found.candidates:
+                found = found._replace(candidates=point_masses(sequence.spec, found.tokens))
             is_long = sequence.token_drafter.is_long and bool(found.tokens)
         offered, used = self._offered(sequence)
         if not offered.tokens and not is_long and self._waits(sequence, now_s):

@@ -6,7 +6,7 @@ import re
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch
 from cluster.config.app import AppArgs
 from cluster.models.sources import ngram_options
 from deployments.metrics import families
+from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.kernels.segmented import AttentionLayer, attention_kernel
 from specdec.protocol.target import TargetMachine
@@ -63,6 +64,21 @@ def test_a_drafter_drafts_by_its_own_key(tmp_path: Path, monkeypatch: pytest.Mon
     assert machine.metrics()["num_accepted_tokens_by_source/counting"] > 0
     (section,) = args.extensions.values()
     assert section.ahead == 3
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_drafters_tokens_count_as_drawn_from_themselves(
+    rule: Literal["coupled", "rejection"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_drafter.py").write_text(example("drafting-method.md"))
+    monkeypatch.syspath_prepend(tmp_path)
+    args = AppArgs.model_validate({"draft": {"method": "my_drafter:drafter"}, "num_speculative_tokens": 3})
+    oracle = Oracle()
+    machine = TargetMachine("T", oracle, TIMES, ngram=ngram_options(args))
+    machine.receive(open_message(output=TRUE[:2], sampling=SamplingParams(acceptance=rule)), 0.0)
+    machine.step(0.0)
+    assert oracle.batches == [[("s", TRUE[2:5])]]
+    assert oracle.candidates == [tuple(Candidates((t,), (1.0,)) for t in TRUE[2:5]) if rule == "rejection" else ()]
 
 
 def test_a_hook_forbids_the_token_that_came_last() -> None:

@@ -187,15 +187,6 @@ def test_a_long_prediction_is_indexed_a_part_a_step_and_not_when_a_sequence_is_o
     assert drafts == [(), (), prediction[19_010:19_020]]
 
 
-def test_under_the_rejection_rule_a_draft_is_a_point_mass_each() -> None:
-    spec = replace(SPEC, sampling=SamplingParams(acceptance="rejection"))
-    log = TokenLog([1, 2, 3, 4, 5, 1, 2, 3])
-    found = NgramDrafter(spec, 16).draft(log, 100, Reading())
-    assert found.tokens == (4, 5, 1)
-    assert found.candidates == tuple(((token,), (1.0,)) for token in found.tokens)
-    assert NgramDrafter(SPEC, 16).draft(log, 100, Reading()).candidates == ()
-
-
 def test_many_long_prompts_are_indexed_a_part_a_step_and_what_is_decoded_at_once() -> None:
     rng = random.Random(0)
     text = [rng.randrange(100_000) for _ in range(20_000)]

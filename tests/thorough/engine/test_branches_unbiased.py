@@ -23,7 +23,6 @@ from specdec.core.messages import DRAFTER, Ack, Candidates, Commit, Epoch, Messa
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.types import Tokens
-from specdec.drafting import ngram as ngram_module
 from specdec.drafting.heads import HeadDrafter, HeadRow
 from specdec.drafting.length.estimates import DraftGains
 from specdec.drafting.ngram import NgramOptions
@@ -396,7 +395,7 @@ def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: py
     def biased(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
         return tuple(Candidates((token, (token + 1) % VOCAB), (0.6, 0.4)) for token in tokens)
 
-    monkeypatch.setattr(ngram_module, "point_masses", biased)
+    monkeypatch.setattr(target_module, "point_masses", biased)
     assert p_value(SETUPS["prediction"], 1_000) < 1e-6
 
 
