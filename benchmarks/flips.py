@@ -1,6 +1,7 @@
 """Logits' bits and tokens that differ from the run alone without drafts, by batch, drafts, chunks and cache.
 
     python -m benchmarks.flips --target MODEL --dtype bfloat16 [--tile-tokens 16]
+    python -m benchmarks.flips --random 2048 --dtype bfloat16 [--tile-tokens 16]
 
 Texts are random, and every run reads the same ones, so that each position can be compared. The run to compare with
 reads a text alone: its prompt at once, then token by token. The others read several side by side: prompts in chunks,
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.core.tokens import TokenBuffer
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
-from specdec.models.loading import LoadedModel, ModelSource, load_model
+from specdec.models.loading import LoadedModel, ModelSource, load_model, prepare_model
 
 BATCHES, DRAFTS, CHUNKS, CACHED = (1, 4, 16, 64), (0, 4, 8), (256, 48, 7), (False, True)
 
@@ -163,6 +165,22 @@ class FlipRuns:
         return [torch.stack([of_text[i] for i in range(len(of_text))]) for of_text in logits]
 
 
+def random_model(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+    """A Llama of one layer and random weights whose products are as wide as a large model's."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 8,
+        num_hidden_layers=1,
+        num_attention_heads=hidden_size // 128,
+        num_key_value_heads=max(1, hidden_size // 512),
+        max_position_embeddings=512,
+        initializer_range=hidden_size**-0.5,
+    )
+    return prepare_model(LlamaForCausalLM(config).to(dtype), f"a random Llama of hidden size {hidden_size}")
+
+
 def cases(batches: Iterable[int] = BATCHES) -> Iterator[Case]:
     """The matrix."""
     return (Case(*values) for values in product(batches, DRAFTS, CHUNKS, CACHED))
@@ -171,18 +189,24 @@ def cases(batches: Iterable[int] = BATCHES) -> Iterator[Case]:
 def main() -> None:
     """Measure, and print a line a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="hub id or folder")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--target", help="hub id or folder")
+    which.add_argument("--random", type=int, metavar="SIZE", help="a random Llama of this hidden size, on the CPU")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tile-tokens", type=int, help="exactness: strict with so many tokens a pass; else fast")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=BATCHES)
     parser.add_argument("--num-output", type=int, default=64, help="tokens after each prompt")
     args = parser.parse_args()
-    loaded = load_model(ModelSource(args.target, dtype=args.dtype, device=args.device))
+    if args.random is not None:
+        loaded = random_model(args.random, getattr(torch, args.dtype))
+    else:
+        loaded = load_model(ModelSource(args.target, dtype=args.dtype, device=args.device))
     runs = FlipRuns(loaded, args.tile_tokens, Texts(num_output=args.num_output), max(args.batches))
-    found = [runs.compare(case) for case in cases(args.batches)]
-    for flips in found:
-        print(flips)
+    found = []
+    for case in cases(args.batches):
+        found.append(runs.compare(case))
+        print(found[-1], flush=True)
     positions, bits, tokens = (
         sum(getattr(f, name) for f in found) for name in ("num_positions", "num_bits", "num_tokens")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -19,7 +19,6 @@ from cluster.config.live import set_log_level
 from cluster.config.names import ROUTER
 from cluster.launch.startup import startup
 from cluster.models.identity import fingerprints
-from cluster.models.receipts import target_contract
 from cluster.models.sources import backend_of, backend_options, draft_source, ngram_options, target_source
 from cluster.models.vllm import vllm_options
 from deployments.metrics.autoscaling import Metrics
@@ -31,7 +30,6 @@ from deployments.operate.readiness import ReplicaPoll, users_load, users_poll
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.checkpoint.compat import tokenizer_width
-from specdec.checkpoint.fingerprint import digest
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
 from specdec.drafting.length.estimates import DraftGains
@@ -42,6 +40,7 @@ from specdec.engine.timing import LastStep, StepMetrics, profile_drafter, profil
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
+from specdec.receipts.contract import contract_text, loaded_contract
 
 logger = logging.getLogger("ray.serve")
 
@@ -85,7 +84,9 @@ class TargetServer(_Worker):
         drafter: DraftBackend | None = None
         with _startup() as say:
             shares = _pair_shares(args, gpu_share)
-            backend = backend_of(args, "target", partial(_target_backend, args, shares[0], say))
+            built: list[Built] = []
+            build = partial(_target_backend, args, shares[0], say, built.append)
+            backend = backend_of(args, "target", build)
             if args.is_paired:
                 drafter = backend_of(args, "draft", lambda: _draft_backends(args, shares[1], say)[0])
             if args.is_auto:
@@ -110,7 +111,8 @@ class TargetServer(_Worker):
             args.protocol.times(),
             worker_metrics,
             fingerprint=own.decision,
-            numeric=digest(target_contract(args)) if args.exactness == "strict" else "",
+            numeric=_numeric(args, built),
+            keeps_numeric=args.exactness == "strict",
             last_interval=last_step.interval,
             ngram=ngram_options(args),
             chooser=DraftGains(steps.metrics, draft_steps.metrics if args.is_paired else None) if chooses else None,
@@ -231,7 +233,14 @@ def _last_progress(*backends: TargetBackend | DraftBackend | None) -> Callable[[
     return (lambda: max(progress() for progress in found)) if found else None
 
 
-def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> TargetBackend:
+def _numeric(args: AppArgs, built: Sequence[Built]) -> str:
+    """The numeric contract of the target as it was loaded; empty where what runs was not built by this library."""
+    tile_tokens = args.strict_tile_tokens if args.exactness == "strict" else None
+    contracts = (loaded_contract(one.loaded, args.target.quantization, tile_tokens) for one in built)
+    return next(map(contract_text, contracts), "")
+
+
+def _target_backend(args: AppArgs, gpu_share: float, say: Progress, on_built: Callable[[Built], None]) -> TargetBackend:
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
@@ -241,6 +250,7 @@ def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> TargetBac
 
         return build_vllm_target(source, options, vllm_options(args), say)
     backend, built = build_target(source, options, say)
+    on_built(built)
     _report(built)
     return backend
 

@@ -320,6 +320,10 @@ class AppArgs(StrictModel):
         le=512,
         description="with exactness: strict, the tokens of every pass; other numbers, other bits",
     )
+    numeric_contract_lost: Literal["end", "continue"] = Field(
+        "end",
+        description="where no target keeps a strict sequence's contract; continue: its receipt is void",
+    )
     speculation_mode: Literal["auto", "sequential", "overlap", "outcomes"] = Field(
         "auto",
         description="how drafting and verification overlap; auto: the fastest, or overlap at a fixed length",

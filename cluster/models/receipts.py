@@ -19,16 +19,11 @@ if TYPE_CHECKING:
 
 
 def target_contract(args: AppArgs) -> Contract:
-    """The numeric contract of the target.
-
-    Its device is that of the configuration; where that is ``auto``, a GPU counts if this process sees one, or if the
-    service's targets have any.
-    """
+    """The numeric contract of the target if this process loaded it."""
     source = target_source(args)
-    device = source.device.partition(":")[0]
+    device = source.device
     if device == "auto":
-        has_gpu = bool(args.actors.target.num_gpus) or torch.cuda.is_available()
-        device = "cuda" if has_gpu else "cpu"
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
     dtype: str = source.dtype
     if dtype == "auto":
         its_own = str(load_config(source).get_text_config(decoder=True).dtype or torch.float32)
@@ -50,4 +45,4 @@ def receipt_issuer(args: AppArgs, tokenizer: PreTrainedTokenizerBase) -> Receipt
     weights, tokens = content_hashes(source.path, source.revision, source.token)
     template = read_template(args.chat_template) or getattr(tokenizer, "chat_template", None)
     key = load_signing_key(args.receipts.key_file)
-    return ReceiptIssuer(key, weights, tokens, template_hash(template), target_contract(args))
+    return ReceiptIssuer(key, weights, tokens, template_hash(template))

@@ -252,7 +252,8 @@ class Generation:
         text = output.push(delta.tokens, delta.finish)
         num_billed = text.num_billed
         if self.records:
-            self.records[index].add(delta.tokens[:num_billed], delta.notes.logprobs or (), text.finish)
+            told = delta.notes.logprobs or ()
+            self.records[index].add(delta.tokens[:num_billed], told, text.finish, delta.numeric)
         logprobs = delta.notes.logprobs if self.job.body.num_logprobs is not None else None
         unshown.extend(map(ShownToken, delta.tokens, text.offsets, logprobs or ()))
         shown = tuple(unshown.popleft() for _ in range(text.num_shown if unshown else 0))

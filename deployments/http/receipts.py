@@ -9,6 +9,7 @@ from deployments.http.generation import Generation
 from deployments.http.job import Job
 from deployments.http.schemas.chat import ChatBody
 from deployments.http.writing import Json
+from specdec.receipts.contract import told_contract
 from specdec.receipts.format import Receipt, ReceiptChoice, ReceiptModel, sealed
 from specdec.receipts.issue import ReceiptIssuer, template_hash
 
@@ -49,7 +50,7 @@ def receipt_of(job: Job, issuer: ReceiptIssuer, generation: Generation, head: Js
             template_hash(template) if template else issuer.chat_template,
             "" if adapter is None else adapter.fingerprint,
         ),
-        contract=issuer.contract,
+        contract=told_contract(record.numeric for record in generation.records),
         # What is reported decides nothing.
         sampling=replace(job.sequences[0].spec.sampling, logprobs=None, prompt_logprobs=None),
         seed=job.seed,

@@ -186,6 +186,10 @@ class Plan(Struct, frozen=True, array_like=True):
         force_setattr(self, "mode", mode)
 
 
+SEVERAL_CONTRACTS = "several"
+"""In place of a numeric contract, where tokens of a sequence were decided by different ones."""
+
+
 class Submit(Struct, frozen=True, array_like=True, tag=True):
     """Ingress to router: a request, with the output the client already has.
 
@@ -193,7 +197,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
         prompt: The log's first tokens. Messages of a batch that have the same object share it on the wire, too.
         decision: Fingerprint of everything that decides its tokens; the router refuses another (rule 14).
         output: The rest of the log.
-        numeric: Numeric contract by which the output was decided (rule 17); empty where there is none to keep.
+        numeric: Numeric contract by which the output was decided (rule 17): empty before it is known, and
+            :data:`SEVERAL_CONTRACTS` where there is not one.
     """
 
     seq: str
@@ -227,7 +232,7 @@ class NewTokens(Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         plan: By which they are drafted now, for those who ask.
-        numeric: As in :class:`Submit`, for when it is submitted again.
+        numeric: As in :class:`Submit`, for when it is submitted again; empty where the ingress knows.
     """
 
     seq: str
@@ -275,7 +280,7 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
             draft, that of the vocabulary (rule 14).
         suspects: Name of the group that it is in quarantine with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
-        numeric: As in :class:`Submit`.
+        numeric: As in :class:`Submit`, where it is to be kept.
         drafter: Where the worker is to draft, the name of its offers (rule 18).
     """
 
@@ -301,7 +306,7 @@ class Verdict(Struct, frozen=True, array_like=True, tag=True):
         prefix_hash: PrefixHash of the target's log after ``tokens``.
         finish: Why the sequence ended, if it did.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
-        numeric: The target's numeric contract (rule 17); empty where its tokens do not keep to one.
+        numeric: The target's numeric contract (rule 17), until something of it is acknowledged.
     """
 
     seq: str

@@ -27,6 +27,6 @@ its log and the hash of that many tokens. The rules, by the numbers under which 
 15. Who drains refuses what is new, and keeps what it has until that ends or is opened elsewhere.
 16. Whoever was in a step that failed, or on a target that died, is tried again apart from others until it has taken a
     step. Who fails alone twice ends with an error, and nothing is opened again without end.
-17. A target whose bits keep to a numeric contract names it with its tokens. From the first one on it is the sequence's:
-    targets of another refuse it, and where no other is left it ends with an error.
+17. A target names its numeric contract with its first tokens. Where bits keep to it, it is the sequence's from then on:
+    targets of another refuse it, and where no other is left it ends with an error, or goes on and says so.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import DRAFTER, Close, Message, Open
+from specdec.core.messages import DRAFTER, SEVERAL_CONTRACTS, Close, Message, Open
 from specdec.core.types import Fingerprints
 from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.leases import Outbox, label, labels
@@ -206,8 +206,9 @@ class WorkerPool:
         return name
 
     def is_replaced(self, kind: WorkerKind, refused_by: Container[str] = ()) -> bool:
-        """Whether there are workers of a kind, and all of them are of another model, or have refused."""
-        found = [one.is_other_model or name in refused_by for name, one in self._workers.items() if one.kind == kind]
+        """Whether there are workers of a kind that stay, and all of them are of another model, or have refused."""
+        staying = [(name, one) for name, one in self._workers.items() if one.kind == kind and not one.is_draining]
+        found = [one.is_other_model or name in refused_by for name, one in staying]
         return bool(found) and all(found)
 
     def attach(self, link: WorkerLink, name: str) -> None:
@@ -331,7 +332,7 @@ class Dispatcher:
             fingerprint=fingerprints.deciding(session.spec.model) if is_deciding else fingerprints.vocabulary,
             suspects="" if group is None else group.name,
             output=session.log.tail(len(session.log.prompt)),
-            numeric=session.numeric if is_deciding else "",
+            numeric=session.numeric if is_deciding and session.numeric != SEVERAL_CONTRACTS else "",
             drafter=DRAFTER if is_deciding else link.kind,
         )
         self.send(link, message)

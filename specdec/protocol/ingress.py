@@ -34,6 +34,7 @@ class TokenDelta:
         finish: Why the sequence ended, in the last delta.
         plan: By which the sequence is drafted now; None where that is unknown.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
+        numeric: By which numeric contract they were decided: see :class:`specdec.core.messages.Submit`.
         seq: Whose they are.
     """
 
@@ -42,13 +43,15 @@ class TokenDelta:
     finish: Finish | None = None
     plan: Plan | None = None
     reason: str = ""
+    numeric: str = ""
     seq: str = field(default="", compare=False)
 
     def __add__(self, later: TokenDelta) -> TokenDelta:
         """Two deltas of a sequence, one after the other, as one."""
         plan = self.plan if later.plan is None else later.plan
         tokens, notes = self.tokens + later.tokens, self.notes + later.notes
-        return TokenDelta(tokens, notes, later.finish, plan, later.reason, self.seq)
+        numeric = later.numeric or self.numeric
+        return TokenDelta(tokens, notes, later.finish, plan, later.reason, numeric, self.seq)
 
 
 class Request:
@@ -59,7 +62,7 @@ class Request:
         router: Who has it now; None while nobody can be reached.
         last_seen_s: When its router last said anything of it.
         wanted_s: When it was last submitted or wanted.
-        numeric: See :class:`specdec.core.messages.NewTokens`.
+        numeric: As in :class:`specdec.core.messages.Submit`.
     """
 
     __slots__ = ("attempt", "last_seen_s", "log", "numeric", "router", "seq", "spec", "wanted_s")
@@ -234,13 +237,14 @@ class IngressMachine:
 
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
         request.last_seen_s = now_s
-        request.numeric = message.numeric
+        request.numeric = message.numeric or request.numeric
         length = len(request.log)
         match request.log.extend_to(message.base, message.tokens, message.prefix_hash):
             case Extension.EXTENDED:
                 new = request.log.tail(length)
                 notes = message.notes.last(len(new))
-                self._deliveries.append(TokenDelta(new, notes, plan=message.plan, seq=request.seq))
+                delta = TokenDelta(new, notes, plan=message.plan, numeric=request.numeric, seq=request.seq)
+                self._deliveries.append(delta)
                 self._want_soon(request, now_s)
             case Extension.GAP:  # what was sent before is lost
                 self._want_soon(request, now_s)

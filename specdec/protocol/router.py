@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from specdec.core.log import Extension
 from specdec.core.messages import (
     DRAFTER,
+    SEVERAL_CONTRACTS,
     Ack,
     Alive,
     Cancel,
@@ -52,6 +53,7 @@ class RouterMachine:
         max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
         drafters: Names of the drafters, each with workers of its own: all draft for a sequence (rule 18). The first is
             the one that sequences of the draft model ask, and that drafts under the rejection rule.
+        outlives_contract: Whether a sequence goes on where no target of its numeric contract is left (rule 17).
 
     Attributes:
         tracer: Begins spans of sequences whose request is traced; None where nobody traces.
@@ -67,6 +69,7 @@ class RouterMachine:
         fingerprints: Fingerprints = UNKNOWN,
         max_reopens: int = 3,
         drafters: Sequence[str] = (DRAFTER,),
+        outlives_contract: bool = False,
     ) -> None:
         self.name = name
         self.drafters = tuple(drafters)
@@ -76,6 +79,7 @@ class RouterMachine:
         self.counters = RouterCounters()
         self.planning = Planning(planner)
         self._times = times
+        self._outlives_contract = outlives_contract
         self._sessions: LeasedSequences[Session] = LeasedSequences(times.tombstone_s)
         self._outbox = Outbox()
         self.quarantine = Quarantine(name, max_reopens)
@@ -203,7 +207,10 @@ class RouterMachine:
             if self.workers.is_replaced(link.kind):
                 self._finish(session, "error", MODEL_REPLACED)
             elif self.workers.is_replaced(link.kind, session.refused_by):
-                self._finish(session, "error", NUMERIC_CONTRACT)
+                if self._outlives_contract:
+                    session.leave_contract()
+                else:
+                    self._finish(session, "error", NUMERIC_CONTRACT)
 
     def _send_away(self, now_s: float) -> None:
         """What has no target here while this router drains is for another router: no new worker links with this one."""
@@ -312,7 +319,7 @@ class RouterMachine:
             self._dispatcher.reopen(session, session.target, "another history", now_s)
             return
         if message.tokens:
-            session.numeric = session.numeric or message.numeric
+            session.decided_by(message.numeric)
         if message.tokens or message.finish is not None:
             self.quarantine.leave(session)
         else:
@@ -397,7 +404,8 @@ class RouterMachine:
         notes = session.notes.last(len(session.log) - base)
         if base < len(session.log) or session.finish is None:
             message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, prefix_hash, session.plan)
-            message = message if not session.numeric else replace(message, numeric=session.numeric)
+            is_known = session.client_length > session.opened and session.numeric != SEVERAL_CONTRACTS
+            message = message if is_known or not session.numeric else replace(message, numeric=session.numeric)
             self._outbox.put(session.ingress, message)
         if session.finish is not None:
             self._outbox.put(session.ingress, End(session.seq, attempt, prefix_hash, session.finish, session.reason))

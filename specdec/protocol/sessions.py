@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import DRAFTER, Epoch, Notes, Plan, Submit
+from specdec.core.messages import DRAFTER, SEVERAL_CONTRACTS, Epoch, Notes, Plan, Submit
 from specdec.core.types import Finish
 from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.leases import LeasedSequence, Span, Tracer, label
@@ -182,7 +182,8 @@ class Session(LeasedSequence):
         num_failures: Times in a row that its worker died as it was tried alone.
         num_deaths: Times that its worker died with it alone in quarantine, tried or not, or as its only sequence.
         failed_length: Length of the log at the newest of these.
-        numeric: Numeric contract by which it has begun; empty before, and where it keeps to none.
+        numeric: As in :class:`specdec.core.messages.Submit`.
+        opened: Length of the log with which it was submitted.
         refused_by: Targets of another contract.
         span: Of it here, from its coming until nothing is open of it; None where its request is not traced.
     """
@@ -193,6 +194,7 @@ class Session(LeasedSequence):
             "num_deaths",
             "num_failures",
             "numeric",
+            "opened",
             "plan",
             "reason",
             "refused_by",
@@ -211,7 +213,7 @@ class Session(LeasedSequence):
         self.spec = message.spec
         self.plan = plan
         self.log = TokenLog(message.prompt, message.output)
-        self.client_length = self.sent_length = self.failed_length = len(self.log)
+        self.client_length = self.sent_length = self.failed_length = self.opened = len(self.log)
         self.notes = Notes()
         self.prompt_sent_s = 0.0
         self.finish: Finish | None = None
@@ -238,6 +240,16 @@ class Session(LeasedSequence):
         if self.span is not None:
             self.span.end()
             self.span = None
+
+    def decided_by(self, numeric: str) -> None:
+        """A target has decided tokens, by a numeric contract if it names one."""
+        if numeric:
+            self.numeric = numeric if self.numeric in ("", numeric) else SEVERAL_CONTRACTS
+
+    def leave_contract(self) -> None:
+        """Go on by any numeric contract."""
+        self.numeric = SEVERAL_CONTRACTS
+        self.refused_by.clear()
 
     def end(self, finish: Finish, reason: str) -> None:
         """It has finished."""

@@ -67,11 +67,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         *,
         fingerprint: str = "",
         numeric: str = "",
+        keeps_numeric: bool = False,
         last_interval: LastInterval | None = None,
         ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
-        super().__init__(name, times, backend_metrics, fingerprint=fingerprint, numeric=numeric)
+        super().__init__(
+            name, times, backend_metrics, fingerprint=fingerprint, numeric=numeric, keeps_numeric=keeps_numeric
+        )
         self._backend = backend
         self._last_interval = last_interval
         self._ngram = ngram
@@ -345,7 +348,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             prefix_hash,
             sequence.finish,
             sequence.reason,
-            self.numeric,
+            self.numeric if sequence.acked == sequence.opened else "",
         )
         self._outbox.put(sequence.router, verdict)
 

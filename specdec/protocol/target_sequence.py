@@ -105,7 +105,7 @@ class TargetSequence(WorkerSequence):
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "needs_candidates", "notes", "offers", "own_draft", "proposed"),
-        *("draft_intervals", "priority", "reason", "round_start", "token_drafter", "sent_s"),
+        *("draft_intervals", "opened", "priority", "reason", "round_start", "token_drafter", "sent_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int, token_drafter: TokenDrafter | None = None) -> None:
@@ -117,7 +117,7 @@ class TargetSequence(WorkerSequence):
         self.is_cleared = not message.suspects
         self.announced_s = float("inf")
         self.needs_candidates = self.spec.sampling.acceptance == "rejection"
-        self.acked = len(self.log)
+        self.acked = self.opened = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()
         self.proposed: list[Proposed] = []

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from specdec.core.messages import SEVERAL_CONTRACTS
+from specdec.models.loading import LoadedModel
+
 Contract = dict[str, str]
 
 STRICT_VERSION = 1
 """Counts what changes bits of ``exactness: strict``: shapes of passes and of attention, the order of sums."""
+
+
+NO_CONTRACT = {"void": "its tokens were decided by several contracts"}
+"""In place of the contract of an answer of which not all was decided by one."""
 
 
 def numeric_contract(
@@ -22,7 +30,7 @@ def numeric_contract(
 
     Args:
         dtype: Of the weights as they are multiplied, such as ``bfloat16``.
-        device: ``cpu`` or ``cuda``, as torch calls it.
+        device: As torch calls it, such as ``cuda:0``.
         quantization: As the configuration names it.
         strict_tile_tokens: With ``exactness: strict``, the tokens of a pass.
 
@@ -51,11 +59,36 @@ def _cpu() -> str:
 
 
 def _gpu(device: str) -> str:
-    return f"{device} {torch.cuda.get_device_name()}" if torch.cuda.is_available() else device
+    kind = device.partition(":")[0]
+    return f"{kind} {torch.cuda.get_device_name(device)}" if torch.cuda.is_available() else kind
+
+
+def loaded_contract(loaded: LoadedModel, quantization: str = "none", strict_tile_tokens: int | None = None) -> Contract:
+    """The contract of a model as it was loaded; see :func:`numeric_contract`."""
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return numeric_contract(dtype, str(loaded.device), quantization, strict_tile_tokens)
+
+
+def contract_text(contract: Contract) -> str:
+    """A contract as targets name it: equal for equal ones alone."""
+    return json.dumps(contract, sort_keys=True)
+
+
+def told_contract(texts: Iterable[str]) -> Contract:
+    """The contract of an answer whose choices were decided by contracts as targets named them; empty where none did."""
+    told = set(texts) - {""}
+    if not told:
+        return {}
+    if len(told) > 1 or SEVERAL_CONTRACTS in told:
+        return NO_CONTRACT
+    contract: Contract = json.loads(told.pop())
+    return contract
 
 
 def contract_difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
     """The first term in which two contracts differ, as a short text; empty where they are equal."""
+    if other == NO_CONTRACT:
+        return NO_CONTRACT["void"]
     for name in sorted(own.keys() | other.keys()):
         mine, its = own.get(name, "nothing"), other.get(name, "nothing")
         if mine != its:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.core.types import Finish, TokenLogprobs, Tokens
-from specdec.receipts.contract import Contract
 from specdec.receipts.format import LOGPROB_STRIDE
 from specdec.receipts.signing import SigningKey
 
@@ -23,14 +22,12 @@ class ReceiptIssuer:
         weights: Hash of the target's weights.
         tokenizer: Hash of its tokenizer.
         chat_template: Hash of the template in force: :func:`template_hash`.
-        contract: See :mod:`specdec.receipts.contract`.
     """
 
     key: SigningKey
     weights: str
     tokenizer: str
     chat_template: str
-    contract: Contract
 
 
 @dataclass(slots=True)
@@ -41,18 +38,21 @@ class ChoiceRecord:
         token_ids: Output tokens, as billed.
         logprobs: Of every token whose number is a multiple of the stride.
         finish: Why it ended, once it has.
+        numeric: By which contract it was decided: see :class:`specdec.core.messages.Submit`.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
+    numeric: str = ""
 
-    def add(self, tokens: Tokens, logprobs: Sequence[TokenLogprobs], finish: Finish | None) -> None:
+    def add(self, tokens: Tokens, logprobs: Sequence[TokenLogprobs], finish: Finish | None, numeric: str = "") -> None:
         """Take more tokens, each with its log probability; there may be more of these."""
         start = -len(self.token_ids) % LOGPROB_STRIDE
         self.logprobs += [one.logprob for one in logprobs[start : len(tokens) : LOGPROB_STRIDE]]
         self.token_ids += tokens
         self.finish = finish
+        self.numeric = numeric or self.numeric
 
 
 def template_hash(template: Any) -> str:

@@ -50,6 +50,7 @@ EXAMPLES = {
     "num_speculative_tokens": 7,
     "acceptance": "rejection",
     "strict_tile_tokens": 32,
+    "numeric_contract_lost": "continue",
     "logits_processors": "some.masks:digits, masks:Table.words",
     "speculation_mode": "sequential",
     "num_branches": 3,

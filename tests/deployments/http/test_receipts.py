@@ -18,7 +18,7 @@ from deployments.http.app import create_app
 from deployments.http.service import ApiSettings, ModelInfo, SequenceRequest
 from specdec.core.types import Adapter
 from specdec.protocol.ingress import TokenDelta
-from specdec.receipts.contract import numeric_contract
+from specdec.receipts.contract import contract_text, numeric_contract
 from specdec.receipts.format import LOGPROB_STRIDE, opened
 from specdec.receipts.issue import ReceiptIssuer
 from specdec.receipts.signing import SigningKey, read_public_key
@@ -31,8 +31,15 @@ BODY = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 20, "seed": 3
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "receipt": True}
 
 
+CONTRACT = numeric_contract("float32", "cpu")
+
+
 class StreamedEngine(EngineService):
-    """Gives each sequence as its rounds give it, with all notes."""
+    """Gives each sequence as its rounds give it, with all notes; its target names its contract."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._engine._service.target.numeric = contract_text(CONTRACT)
 
     def model_info(self) -> ModelInfo:
         info = super().model_info()
@@ -57,7 +64,7 @@ def engine() -> StreamedEngine:
 @pytest.fixture(scope="module")
 def issuer() -> ReceiptIssuer:
     key = SigningKey(Ed25519PrivateKey.generate())
-    return ReceiptIssuer(key, "sha256:w", "sha256:t", "sha256:c", numeric_contract("float32", "cpu"))
+    return ReceiptIssuer(key, "sha256:w", "sha256:t", "sha256:c")
 
 
 @pytest.fixture
@@ -82,7 +89,7 @@ async def test_it_holds_the_request_after_defaults_and_every_choice(ask: Any, is
     receipt = opened(answer["receipt"], issuer.key.public).receipt
     assert (receipt.id, receipt.created, receipt.model.name) == (answer["id"], answer["created"], "demo")
     assert (receipt.sampling.top_p, receipt.sampling.temperature, receipt.sampling.acceptance) == (0.9, 1, "coupled")
-    assert (receipt.sampling.logprobs, receipt.seed, receipt.contract) == (None, 3, issuer.contract)
+    assert (receipt.sampling.logprobs, receipt.seed, receipt.contract) == (None, 3, CONTRACT)
     assert receipt.prompts[1] == (5, 6, 7)
     assert [choice["logprobs"] for choice in answer["choices"]] == [None] * 4
     for number, (said, shown) in enumerate(zip(receipt.choices, answer["choices"], strict=True)):

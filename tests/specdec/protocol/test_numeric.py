@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from specdec.core.messages import End, Epoch, NewTokens, Open, Plan, Resync, Submit
+from specdec.core.messages import (
+    SEVERAL_CONTRACTS,
+    Ack,
+    Alive,
+    End,
+    Epoch,
+    NewTokens,
+    Open,
+    Plan,
+    Resync,
+    Submit,
+    Want,
+)
 from specdec.protocol.ingress import NUMERIC_CONTRACT, IngressMachine
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.scripted import PROMPT
@@ -17,11 +29,11 @@ def refusals(machine):
 
 
 def test_a_target_refuses_what_has_begun_by_another_contract_and_names_its_own():
-    for own, begun, expected in (
-        *(("a", "b", ["numeric"]), ("a", "a", []), ("a", "", [])),
-        *(("", "b", []), ("", "", [])),
+    for own, keeps, begun, expected in (
+        *(("a", True, "b", ["numeric"]), ("a", True, "a", []), ("a", True, "", [])),
+        *(("a", False, "b", []), ("", False, "b", []), ("", False, "", [])),
     ):
-        machine = TargetMachine("W", Oracle(), TIMES, numeric=own)
+        machine = TargetMachine("W", Oracle(), TIMES, numeric=own, keeps_numeric=keeps)
         machine.receive(replace(open_message(), numeric=begun), 0.0)
         assert refusals(machine) == expected
         if not expected:
@@ -29,9 +41,9 @@ def test_a_target_refuses_what_has_begun_by_another_contract_and_names_its_own()
             assert [message.numeric for message in machine.take_outbox()["R"]] == [own]
 
 
-def begun(numeric="a"):
+def begun(numeric="a", **options):
     """A router with a sequence that T0 has given two tokens, and another target."""
-    machine = submitted("T0", plan=Plan(0))
+    machine = submitted("T0", plan=Plan(0), **options)
     join(machine, "T1")
     machine.receive(replace(verdict(0, (0, 1)), numeric=numeric), 0.0)
     return machine
@@ -71,6 +83,59 @@ def test_where_none_of_its_contract_is_left_it_ends():
     machine.step(1.0)
     (end,) = (message for message in machine.take_outbox()["I"] if isinstance(message, End))
     assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
+
+
+def test_one_of_a_target_that_drains_ends_likewise():
+    machine = begun()
+    machine.receive(Alive("T0", {"is_draining": 1.0}), 0.0)
+    machine.step(0.0)
+    machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "numeric"), 0.0)
+    machine.step(1.0)
+    (end,) = (message for message in machine.take_outbox()["I"] if isinstance(message, End))
+    assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
+
+
+def test_where_the_contract_may_be_left_it_goes_on_and_says_so():
+    machine = begun(outlives_contract=True)
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    machine.take_outbox()
+    machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "numeric"), 0.0)
+    machine.step(1.0)
+    machine.step(1.0)
+    sent = machine.take_outbox()
+    (opened,) = (message for message in sent["T1"] if isinstance(message, Open))
+    assert (opened.numeric, opened.output) == ("", (0, 1))
+    machine.receive(replace(verdict(2, (2,), n=opened.epoch.n), numeric="b"), 1.0)
+    (told,) = (message for message in machine.take_outbox()["I"] if isinstance(message, NewTokens))
+    assert told.numeric == SEVERAL_CONTRACTS
+
+
+def test_what_keeps_to_no_contract_says_that_several_have_decided():
+    machine = begun()
+    machine.worker_lost("T0", 0.0)
+    machine.step(0.0)
+    (opened,) = (message for message in machine.take_outbox()["T1"] if isinstance(message, Open))
+    machine.receive(replace(verdict(2, (2,), n=opened.epoch.n), numeric="b"), 0.0)
+    (told,) = (message for message in machine.take_outbox()["I"] if isinstance(message, NewTokens))
+    assert told.numeric == SEVERAL_CONTRACTS
+
+
+def test_it_is_named_until_something_is_acknowledged():
+    target = TargetMachine("W", Oracle(), TIMES, numeric="a")
+    target.receive(open_message(), 0.0)
+    router = submitted("T0", plan=Plan(0))
+    router.receive(replace(verdict(0, (0, 1)), numeric="a"), 0.0)
+    router.receive(Want("s", 1, "I", P + 2), 0.0)
+    router.take_outbox()
+    router.receive(verdict(2, (2,)), 0.0)
+    said = [message.numeric for message in router.take_outbox()["I"] if isinstance(message, NewTokens)]
+    for _ in range(2):
+        target.step(0.0)
+        (told,) = target.take_outbox()["R"]
+        said.append(told.numeric)
+        target.receive(Ack("s", told.epoch, told.prefix_hash.length), 0.0)
+    assert said == ["", "a", ""]
 
 
 def test_it_waits_where_there_is_no_target_at_all():

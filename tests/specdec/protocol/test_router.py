@@ -36,8 +36,8 @@ PLAN = Plan(3)
 P = len(PROMPT)
 
 
-def router(*workers, plan=PLAN):
-    machine = RouterMachine("R", lambda spec: plan, TIMES)
+def router(*workers, plan=PLAN, **options):
+    machine = RouterMachine("R", lambda spec: plan, TIMES, **options)
     for name in workers:
         join(machine, name)
     return machine
@@ -51,9 +51,9 @@ def submit(machine, seq="s", attempt=1, output=(), now_s=0.0):
     machine.receive(Submit(seq, attempt, "I", SharedTokens(PROMPT), SPEC, output=tuple(output)), now_s)
 
 
-def submitted(*workers, plan=PLAN):
+def submitted(*workers, plan=PLAN, **options):
     """A router with one session, whose openings are sent."""
-    machine = router(*workers, plan=plan)
+    machine = router(*workers, plan=plan, **options)
     submit(machine)
     machine.take_outbox()
     return machine

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.flips import Case, FlipRuns, Texts
+from benchmarks.flips import Case, FlipRuns, Texts, random_model
 from cluster.models.demos import demo_folder
-from specdec.models.loading import LoadedModel, ModelSource, load_model, prepare_model
-from tests.specdec.models.families import randomize
+from specdec.models.loading import LoadedModel, ModelSource, load_model
 
 TEXTS = Texts(num_prompt=48, num_output=40)
 CASES = [Case(1, 4, 7, True), Case(6, 0, 20, False), Case(6, 8, 48, True), Case(6, 4, 7, False)]
@@ -18,16 +15,7 @@ CASES = [Case(1, 4, 7, True), Case(6, 0, 20, False), Case(6, 8, 48, True), Case(
 @pytest.fixture(scope="module")
 def wide() -> LoadedModel:
     """Of a hidden size whose products libraries split."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=2048,
-        intermediate_size=2816,
-        num_hidden_layers=1,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-    )
-    return prepare_model(randomize(LlamaForCausalLM(config), 0).to(torch.bfloat16), "wide")
+    return random_model(2048)
 
 
 def differing(loaded: LoadedModel, tile_tokens: int | None) -> tuple[int, int]:
