@@ -28,6 +28,7 @@ from specdec.executor.sequence_cache import SequenceCache
 from specdec.executor.steps import StepRows, Steps
 from specdec.executor.tiles import RowPart, tiles_of
 from specdec.kernels.attention import AttentionContext
+from specdec.kernels.experts import use_tiled_experts
 from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
 from specdec.kernels.recurrent import recurrent_kernels
@@ -61,7 +62,8 @@ class ModelRunner(SequenceCache):
             by default.
         lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
         tile_tokens: Run every step as passes of just so many tokens, so that a token's logits have the same bits in
-            whatever step it is read; see :mod:`specdec.executor.tiles`. None runs a step as one pass.
+            whatever step it is read; see :mod:`specdec.executor.tiles`. None runs a step as one pass. The model's
+            experts are computed accordingly from then on.
 
     Attributes:
         loaded: The model.
@@ -118,6 +120,8 @@ class ModelRunner(SequenceCache):
         self._vocab_size = vocab_size
         self._padding = padding
         self.tile_tokens = tile_tokens
+        if tile_tokens is not None:
+            use_tiled_experts(loaded.model)
         if kernel == "auto":
             kernel = choose_kernel(loaded)
             kernel = "tiled" if tile_tokens is not None and kernel == "gather" else kernel

@@ -15,6 +15,7 @@ from specdec.core.errors import ModelLoadError
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.kernels.attention import ATTENTION_NAME
+from specdec.kernels.experts import has_tiled_experts
 from specdec.models.loading import LoadedModel, quiet
 from specdec.models.quantization import is_quantized
 
@@ -105,6 +106,9 @@ def no_strict_reason(loaded: LoadedModel) -> str:
         return "it expands what it caches"
     if any(map(is_quantized, loaded.model.modules())):
         return "its weights are quantized"
+    for name, module in loaded.model.named_modules():
+        if name.endswith(".experts") and not has_tiled_experts(module):
+            return f"its experts ({type(module).__name__}) multiply as many tokens as choose them"
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         return "it is on several devices"
     return ""

@@ -398,6 +398,8 @@ class ResponseWriter:
             "background": False,
             "service_tier": "default",
         }
+        if job.model.weights_version:
+            response["weights_version"] = job.model.weights_version
         return response | of_status
 
     def _usage(self, generation: Generation) -> Json:

@@ -53,9 +53,11 @@ class Bench:
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
     max_model_len: int = MAX_MODEL_LEN
     eos_token_ids: tuple[int, ...] = (0,)
+    weights: str = ""
 
     def __post_init__(self) -> None:
-        target = ServedModel("demo", "target", self.max_model_len, VOCAB_SIZE, self.eos_token_ids, self.defaults)
+        of_target = (self.max_model_len, VOCAB_SIZE, self.eos_token_ids, self.defaults)
+        target = ServedModel("demo", "target", *of_target, weights=self.weights)
         draft = ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,))
         info = ModelInfo(target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7)
         self.registry = CollectorRegistry()

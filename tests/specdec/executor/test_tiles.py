@@ -15,9 +15,11 @@ from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.tiles import RowPart, tiles_of
 from specdec.kernels import tiled
+from specdec.kernels.scan import TokenByToken
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.parity_check import check_bits, no_strict_reason
 from tests.specdec.models.families import randomize
+from tests.specdec.models.recurrent_families import make_recurrent
 
 VOCAB = 320
 
@@ -161,6 +163,16 @@ def test_the_check_finds_a_pass_that_is_not_filled_up(loaded, monkeypatch) -> No
 def test_the_check_finds_a_product_that_depends_on_the_place(loaded, monkeypatch) -> None:
     library(monkeypatch, lambda _, place: 1 + place % 2)
     refused(loaded)
+
+
+def test_the_check_finds_a_scan_by_chunks_of_the_step(monkeypatch) -> None:
+    model = make_recurrent("qwen3_next").to(torch.bfloat16)
+    runner = ModelRunner(prepare_model(model, "hybrid"), num_blocks=150, tile_tokens=16)
+    check_bits(runner)
+    by_chunks = lambda self, *arguments: self._scan.whole(*arguments)  # noqa: E731
+    monkeypatch.setattr(TokenByToken, "whole", by_chunks)
+    with pytest.raises(ModelLoadError, match=r"bits of \d+ of \d+ tokens depend on the step"):
+        check_bits(runner)
 
 
 def test_what_is_known_not_to_be_strict_is_named(loaded: LoadedModel) -> None:

@@ -58,6 +58,16 @@ async def test_a_response(bench: Bench, http: httpx2.AsyncClient) -> None:
     assert bench.metric("http_requests_total", path=PATH, status="200") == 1
 
 
+async def test_it_names_the_version_of_the_weights(tokenizer: PreTrainedTokenizerFast) -> None:
+    bench = Bench(tokenizer, weights="sha256:w")
+    bench.says(TEXT)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        assert (await whole(http))["weights_version"] == "sha256:w"
+        assert {event["response"]["weights_version"] for event in await events(http) if "response" in event} == {
+            "sha256:w"
+        }
+
+
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("size", [1, 3, 100])
 async def test_a_stream_tells_of_the_whole_response(
