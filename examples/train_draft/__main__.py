@@ -12,8 +12,9 @@ import json
 import logging
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +23,7 @@ import specdec.demo
 from cluster.models.demos import demo_folder, make_chat_target
 from examples.train_draft import (
     chat,
+    chat_drafters,
     checkpoints,
     corpus,
     distill,
@@ -163,6 +165,15 @@ def _add_heads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     talks.add_argument("--num-chats", type=int, default=2048)
     talks.add_argument("--steps", type=int, default=3000)
     talks.set_defaults(run=_chat)
+    beside = commands.add_parser(
+        "chat_drafter", help="teach another drafter for the chat demo, from the chats that are written; export it"
+    )
+    beside.add_argument("kind", choices=get_args(chat_drafters.Kind))
+    _add_training_flags(beside)
+    for role in ("target", "draft"):
+        beside.add_argument(f"--{role}", type=Path, default=demo_folder(f"chat-{role}"), help="the demo's own folder")
+    beside.add_argument("--steps", type=int, default=1000)
+    beside.set_defaults(run=_chat_drafter)
 
 
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -308,6 +319,15 @@ def _chat(options: argparse.Namespace) -> None:
     chat.export_layers(reached.model, options.work / "pair" / "chat")
     for temperature, share in chat.acceptance(reached.model, on, chats).items():
         logging.info("chat draft after %.2fM tokens, T=%g: %.3f", reached.num_tokens / 1e6, temperature, share)
+
+
+def _chat_drafter(options: argparse.Namespace) -> None:
+    on, tokenizer = chat.load_target(make_chat_target(options.target)), AutoTokenizer.from_pretrained(options.target)
+    draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32)
+    # What they are worth is told by benchmarks.drafters, with questions that no chat has.
+    chats = replace(chat.read_chats(options.work, options.window_tokens, on.config.hidden_size), num_held_out=0)
+    plan = _plan(options, options.steps)
+    chat_drafters.train(options.kind, on, draft, tokenizer, chats, plan, _rates(options), options.work)
 
 
 def _export(options: argparse.Namespace) -> None:

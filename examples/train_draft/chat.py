@@ -241,8 +241,8 @@ def chat_loss(draft: PreTrainedModel, chats: Chats, vocabulary: Tensor) -> LossF
     """
     weights = draft.lm_head.weight.detach()[vocabulary]
 
-    def loss_of(numbers: Tensor) -> Tensor:
-        which = numbers.flatten().numpy()
+    def loss_of(chosen: Tensor) -> Tensor:
+        which = chosen.flatten().numpy()
         tokens = torch.from_numpy(chats.tokens[which].astype(np.int64))
         counts = torch.from_numpy(chats.answers[which][:, 1:])
         states = draft.model(tokens[:, :-1], use_cache=False).last_hidden_state[counts]
@@ -257,16 +257,19 @@ def train_chat(target: PreTrainedModel, chats: Chats, plan: Plan, rates: Rates, 
     """Trains, or goes on training, the draft at ``path``."""
     checkpoint = checkpoints.load(path) if path.exists() else Checkpoint(begin_draft(target), {}, 0, 0, 0.0)
     checkpoint.model.get_input_embeddings().requires_grad_(False)
-    counts = np.bincount(chats.tokens.reshape(-1), minlength=target.config.vocab_size)
-    vocabulary = torch.from_numpy(np.flatnonzero(counts >= 2))
     num_chats = len(chats.tokens) - chats.num_held_out
-    loss_of = chat_loss(checkpoint.model, chats, vocabulary)
-    source = _numbers(num_chats, plan, checkpoint.step)
+    loss_of = chat_loss(checkpoint.model, chats, vocabulary_of(chats, target.config.vocab_size))
+    source = numbers(num_chats, plan, checkpoint.step)
     loop.train([loop.Student(checkpoint, rates, path)], source, plan, loss_of)
     return checkpoint
 
 
-def _numbers(num_chats: int, plan: Plan, num_batches: int) -> Iterator[Tensor]:
+def vocabulary_of(chats: Chats, vocab_size: int) -> Tensor:
+    """Tokens that occur in chats more than once, int64 [n]."""
+    return torch.from_numpy(np.flatnonzero(np.bincount(chats.tokens.reshape(-1), minlength=vocab_size) >= 2))
+
+
+def numbers(num_chats: int, plan: Plan, num_batches: int) -> Iterator[Tensor]:
     """Numbers of chats, int64 [batch_size, 1], each once before any again."""
     epoch, rest = divmod(num_batches, num_chats // plan.batch_size)
     while True:

@@ -25,7 +25,7 @@ from examples.train_draft.tokens import batches
 from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
 from specdec.sampling.noise import gumbel
 
-_LATER = 0.8
+LATER = 0.8
 """What each further head's loss counts for, of the one's before: Cai et al. 2024, "Medusa", section 2.2.1."""
 
 
@@ -40,7 +40,7 @@ def heads_loss(heads: MedusaHeads, target: PreTrainedModel) -> LossFunction:
         for ahead, states in enumerate(heads.states(hidden[:, : -heads.num_tokens]), start=1):
             of_head = functional.log_softmax(target.lm_head(states).float(), -1).flatten(0, 1)
             of_this = of_target[:, ahead : ahead + states.shape[1]].flatten(0, 1)
-            loss = loss + _LATER ** (ahead - 1) * divergence(of_head, of_this, 0.0)
+            loss = loss + LATER ** (ahead - 1) * divergence(of_head, of_this, 0.0)
         return loss[None]
 
     return loss_of

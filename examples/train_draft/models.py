@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +22,8 @@ from transformers import (
 )
 
 from examples.train_draft.tokens import END_ID
+from specdec.drafting.eagle3.heads import Eagle3Heads
+from specdec.drafting.eagle3.layouts import Eagle3Config
 from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
 
 
@@ -87,7 +91,14 @@ HEADS = HeadsConfig(TARGET.hidden_size, TARGET.vocab_size, 4, 4, medusa_fc_bias=
 HYBRID = HybridShape(num_layers=4, hidden_size=256, intermediate_size=640, num_heads=4)
 
 
-class TrainedHeads(MedusaHeads):
+class _OnDevice(nn.Module):
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
+
+
+class TrainedHeads(_OnDevice, MedusaHeads):
     """Medusa heads that share a vocabulary head which they neither hold nor train; new ones change nothing."""
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -95,10 +106,17 @@ class TrainedHeads(MedusaHeads):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        return next(self.parameters()).device
+
+class TrainedEagle3(_OnDevice, Eagle3Heads):
+    """An EAGLE-3 head with transformers' own attention, and the target's embeddings, which it does not train."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, config.layers_read(0), 0, torch.empty(0), nn.Identity())
+        config.layer._attn_implementation = "sdpa"
+
+    def reads(self, embeddings: Tensor) -> None:
+        """From now on it reads these, [vocabulary, hidden size]."""
+        self._borrowed = (embeddings, *self._borrowed[1:])
 
 
 def build(shape: Shape, seed: int) -> PreTrainedModel:
@@ -111,8 +129,10 @@ def build(shape: Shape, seed: int) -> PreTrainedModel:
 
 def from_fields(fields: dict[str, Any]) -> PreTrainedModel:
     """A float32 model of any architecture that transformers has, or heads, from its configuration's ``to_dict()``."""
-    if fields["model_type"] == "medusa":
+    if fields.get("model_type") == "medusa":
         return cast(PreTrainedModel, TrainedHeads(HeadsConfig.read(fields)))
+    if "speculators_model_type" in fields:
+        return cast(PreTrainedModel, TrainedEagle3(Eagle3Config.read(fields)))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
     return model
 
@@ -163,6 +183,14 @@ def export(
     tokenizer.save_pretrained(folder)
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template)
+
+
+def export_eagle3(head: TrainedEagle3, folder: Path) -> None:
+    """Writes a head in bfloat16 in the layout of ``speculators``, without what it has of its target."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2) + "\n")
 
 
 def num_parameters(model: PreTrainedModel) -> int:

@@ -21,7 +21,7 @@ from examples.train_draft.optimizers import Rates
 from examples.train_draft.tokens import batches
 from specdec.sampling.noise import gumbel
 
-_LATER = 0.9
+LATER = 0.9
 """What each further place's loss counts for, of the one's before."""
 _PADDING = 16
 """The vocabulary's width stays a multiple of it."""
@@ -91,26 +91,32 @@ def parallel_drafting_loss(draft: PreTrainedModel, target: PreTrainedModel, mask
         of_masks = of_draft[:, length:].unflatten(1, (masks.num_anchors, masks.num_masks))
         for i in range(masks.num_masks):
             of_place = of_target[:, anchors + 1 + i].flatten(0, 1)
-            loss = loss + _LATER**i * divergence(of_masks[:, :, i].flatten(0, 1), of_place, 0.0)
+            loss = loss + LATER**i * divergence(of_masks[:, :, i].flatten(0, 1), of_place, 0.0)
         return loss[None]
 
     return loss_of
 
 
 def packed_logits(draft: PreTrainedModel, inputs: Tensor, anchors: Tensor, sees: Tensor, num_masks: int) -> Tensor:
-    """Logits of a window's tokens, then of the masks of each anchor: [B, T + M, V] for ``inputs`` [B, T].
+    """Logits, float32 [B, T + M, V]; see :func:`packed_states`."""
+    logits: Tensor = draft.lm_head(packed_states(draft, inputs, anchors, sees, num_masks))
+    return logits
+
+
+def packed_states(draft: PreTrainedModel, inputs: Tensor, anchors: Tensor, sees: Tensor, num_masks: int) -> Tensor:
+    """States of a window's tokens, then of the masks of each anchor: [B, T + M, hidden size] for ``inputs`` [B, T].
 
     ``anchors`` and ``sees`` are those of :meth:`Masks.layout`.
     """
     num_rows, length = inputs.shape
     places = (anchors[:, None] + torch.arange(1, 1 + num_masks)).flatten()
-    logits: Tensor = draft(
+    states: Tensor = draft.model(
         torch.cat((inputs, inputs.new_full((num_rows, len(places)), draft.config.pard_token)), 1),
         attention_mask=sees.expand(num_rows, 1, -1, -1),
         position_ids=torch.cat((torch.arange(length), places)).expand(num_rows, -1),
         use_cache=False,
-    ).logits
-    return logits
+    ).last_hidden_state
+    return states
 
 
 def train_parallel_drafting(

@@ -114,7 +114,7 @@ class Eagle3Heads(nn.Module):
         device = features.device
         embedded = embedding(tokens.to(weight.device), weight).to(device, features.dtype).unsqueeze(0)
         hidden, positions = features.unsqueeze(0), positions.to(device).unsqueeze(0)
-        named = caches | {"position_embeddings": rotary(hidden, positions), "attention_mask": None}
+        named = {"attention_mask": None} | caches | {"position_embeddings": rotary(hidden, positions)}
         hidden = self._first_layer(embedded, hidden, named)
         for layer in self.layers[1:]:
             hidden = layer(hidden, **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,12 @@ class Eagle3Config:
             tuple(map(int, read)) if read else None,
             **{name: bool(fields.get(name, False)) for name in flags},
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` holds, in the layout of ``speculators``."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        layer = named.pop("layer").to_dict()
+        return {"speculators_model_type": "eagle3", "transformer_layer_config": layer, **named}
 
     def layers_read(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a target of so many whose input is read. Li et al. 2025, "EAGLE-3", section 3.1."""
