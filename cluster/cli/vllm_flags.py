@@ -29,7 +29,7 @@ ALIASES = {
 
 _METHODS = {"draft_model": "model", "ngram": "ngram"} | {name: name for name in HEADS}
 """By vLLM's name of a method of drafting, ours."""
-_SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "method")
+_SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "method", "parallel_drafting")
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -123,6 +123,8 @@ def _speculative(text: str) -> dict[str, Any]:
         overrides["draft.method"] = _METHODS[named]
     if "num_speculative_tokens" in found:
         overrides["num_speculative_tokens"] = found["num_speculative_tokens"]
+    if "parallel_drafting" in found:
+        overrides["draft.parallel_drafting"] = found["parallel_drafting"]
     if "model" in found and named != "ngram":
         overrides["draft.heads" if named in HEADS else "draft.model"] = found["model"]
     return overrides

@@ -349,6 +349,10 @@ def overrides_of(*words):
             {"draft.method": "model", "draft.model": "d", "num_speculative_tokens": 3},
         ),
         (
+            ("--speculative-config", '{"model": "d", "method": "draft_model", "parallel_drafting": true}'),
+            {"draft.method": "model", "draft.model": "d", "draft.parallel_drafting": True},
+        ),
+        (
             ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
             {"draft.method": "ngram", "num_speculative_tokens": 3},
         ),

@@ -34,7 +34,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("config t --speculative-config []", "--speculative-config: must be a JSON object"),
     (
         """config t --speculative-config '{"prompt_lookup_max": 4}'""",
-        "--speculative-config: unknown key 'prompt_lookup_max'; allowed are model, num_speculative_tokens, method",
+        "--speculative-config: unknown key 'prompt_lookup_max'; allowed are model, num_speculative_tokens, method, ",
     ),
     (
         """config t --speculative-config '{"method": "eagle"}'""",
