@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig
 from cluster.config.app import AppArgs
 from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
-from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
+from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET, drafter_deployment
 from cluster.config.replicas import ReplicaRange, scaling
 from cluster.launch.capacity import check_memory, gpu_bytes_of, plan_updates, ray_nodes
 from cluster.launch.placement import ActorShare, placement_of, ray_devices, with_pair_placed
@@ -75,6 +75,9 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     workers = [_worker(TargetServer, "target", args, placement.target, surge["target"], environment=environment)]
     if args.has_own_draft:
         workers.append(_worker(DraftServer, "draft", args, placement.draft, surge["draft"]))
+    for drafter in args.drafters:
+        share, name = placement.drafters[drafter.name], drafter_deployment(drafter.name)
+        workers.append(_worker(DraftServer, "draft", args.of_drafter(drafter), share, 0, name=name))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
         **replica_options(args.replicas.router, "router"),
         ray_actor_options=placement.router.ray_actor_options,
@@ -153,6 +156,10 @@ def check_files(args: AppArgs) -> None:
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
         configured_pair(args, target, draft)
+    for of_drafter in map(args.of_drafter, args.drafters):
+        source = draft_source(of_drafter)
+        if source is not None and Path(source.path).expanduser().is_dir():
+            configured_pair(of_drafter, target, source)
 
 
 def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:
@@ -173,9 +180,10 @@ def _worker(
     surge_percent: int,
     *more: Any,
     environment: Mapping[str, Any] = MappingProxyType({}),
+    name: str = "",
 ) -> Application:
     ray_options = share.ray_actor_options | ({"runtime_env": dict(environment)} if environment else {})
-    deployment = serve.deployment(cls, name=TARGET if part == "target" else DRAFT).options(
+    deployment = serve.deployment(cls, name=name or (TARGET if part == "target" else DRAFT)).options(
         **replica_options(getattr(args.replicas, part), part),
         ray_actor_options=ray_options,
         max_surge_percent=surge_percent,

@@ -10,7 +10,7 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.environment import check_node
 from cluster.config.live import set_log_level
-from cluster.config.names import DRAFT, TARGET
+from cluster.config.names import DRAFT, TARGET, drafter_deployment
 from cluster.config.replicas import least
 from cluster.models.identity import fingerprints
 from deployments.metrics.autoscaling import ExposedDrafts, Metrics, Waker
@@ -20,13 +20,12 @@ from deployments.operate.live import LiveKeys
 from deployments.operate.readiness import users_load, users_poll
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
+from specdec.core.messages import DRAFTER
 from specdec.core.types import SpeculationMode
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import MODES, Bounds
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
-
-DEPLOYMENT_OF: dict[WorkerKind, str] = {"target": TARGET, "drafter": DRAFT}
 
 
 class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
@@ -42,6 +41,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         check_node()
         set_log_level(args)
         own = fingerprints(args)
+        drafters = DRAFTER, *(drafter.name for drafter in args.drafters)
         self._machine = RouterMachine(
             replica_id(),
             planner_of(args),
@@ -49,11 +49,12 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             fingerprints=own,
             max_reopens=args.limits.max_reopens,
             outlives_contract=args.numeric_contract_lost == "continue",
+            drafters=drafters,
         )
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack
-        self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_drafters else ("target",)
-        groups = [_group(kind, args.draft.pool if kind == "drafter" else None) for kind in self._kinds]
+        self._kinds: tuple[WorkerKind, ...] = ("target", *drafters) if args.has_drafters else ("target",)
+        groups = [_group(kind, args.draft.pool if kind == DRAFTER else None) for kind in self._kinds]
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, on_seen=self._machine.worker_seen
         )
@@ -108,13 +109,13 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     def _call_drafters(self) -> None:
         """Call for a drafter when one is wanted, where there may be none."""
-        if self._args.has_drafters and not self._least["drafter"] and self._waker is None:
+        if self._args.has_drafters and not self._least[DRAFTER] and self._waker is None:
             self._waker = Waker(self._lacks_drafter, self._call_drafter)
             self._closers.append(self._waker.close)
 
     def _lacks_drafter(self) -> bool:
         of_workers = self._machine.worker_metrics().values()
-        is_there = any(kind == "drafter" and not metrics.get("is_draining") for kind, metrics in of_workers)
+        is_there = any(kind == DRAFTER and not metrics.get("is_draining") for kind, metrics in of_workers)
         return not is_there and self._machine.metrics()["num_without_drafter"] > 0
 
     def _call_drafter(self) -> Any:
@@ -129,7 +130,9 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
 def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:
     """Workers of each kind that there are in any case; of a pool's, which are another application's, none."""
-    return {"target": least(args.replicas.target), "drafter": 0 if args.draft.pool else least(args.replicas.draft)}
+    further = {drafter.name: drafter.replicas for drafter in args.drafters}
+    own_draft = 0 if args.draft.pool else least(args.replicas.draft)
+    return {"target": least(args.replicas.target), DRAFTER: own_draft, **further}
 
 
 def planner_of(args: AppArgs) -> Planner | PlanController:
@@ -150,4 +153,5 @@ def _group(kind: WorkerKind, application: str | None) -> PeerGroup[RouterMachine
         machine.worker_joined(name, kind, now_s)
 
     match: FingerprintKind = "decision" if kind == "target" else "vocabulary"
-    return PeerGroup(DEPLOYMENT_OF[kind], joined, RouterMachine.worker_lost, match, application=application)
+    deployment = {"target": TARGET, DRAFTER: DRAFT}.get(kind) or drafter_deployment(kind)
+    return PeerGroup(deployment, joined, RouterMachine.worker_lost, match, application=application)

@@ -17,10 +17,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from cluster.config.base import M, StrictModel, first_error, refused_key
+from cluster.config.drafters import MOST_DRAFTERS, DrafterConfig, named_models
 from cluster.config.limits import Access, Limits, Receipts, ResponsesStore, Store, Tls, names
 from cluster.config.models import IMPORT_STRING, DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
-from cluster.config.replicas import Replicas, Updates
+from cluster.config.replicas import ActorOptions, Replicas, Updates
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import Acceptance, Exactness
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
@@ -243,18 +244,6 @@ class ProtocolTimes(StrictModel):
         return Times(**self.model_dump())
 
 
-class ActorOptions(StrictModel):
-    """What one replica asks of Ray, in place of what placement would choose."""
-
-    num_gpus: float | None = Field(None, ge=0, le=64, description="GPUs of one replica; a fraction shares one")
-    num_cpus: float | None = Field(
-        None, ge=0, le=1024, description="CPU cores of one replica, and a model's torch threads"
-    )
-    resources: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources of one replica")
-    label_selector: dict[str, str] = Field(default_factory=dict, description="labels its node must have")
-    accelerator_type: str | None = Field(None, description="kind of GPU its node must have")
-
-
 class Actors(StrictModel):
     """Explicit placement, by deployment."""
 
@@ -273,6 +262,11 @@ class AppArgs(StrictModel):
     )
     target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
+    drafters: Annotated[tuple[DrafterConfig, ...], BeforeValidator(named_models)] = Field(
+        (),
+        max_length=MOST_DRAFTERS,
+        description="further drafters: name, replicas, actor, and the keys of draft",
+    )
     served_model_name: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
         (), description="the model's name in the API; requests may give further ones, answers give the first"
     )
@@ -448,6 +442,8 @@ class AppArgs(StrictModel):
             raise refused_key("draft.method", "draft.method: vLLM's engine takes no heads")
         if self.is_paired:
             self._check_paired()
+        if self.drafters:
+            self._check_drafters()
         if self.lora.is_enabled and self.target.engine != "transformers":
             raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
         if self.receipts.key_file is not None and self.target.engine != "transformers":
@@ -479,6 +475,21 @@ class AppArgs(StrictModel):
         for section in ("actors", "replicas", "updates"):
             if "draft" in getattr(self, section).model_fields_set:
                 raise refused_key(key, f"{says} has no replicas of the draft: leave out {section}.draft")
+
+    def _check_drafters(self) -> None:
+        """Refuse what several drafters do not go with."""
+        if self.target.model is None:
+            raise refused_key("drafters", "drafters: need a target: give target too")
+        if not self.has_drafters:
+            raise refused_key("drafters", "drafters: draft beside draft: name its model, in a process of its own")
+        if self.lora.has_draft_adapters:
+            raise refused_key("drafters", "drafters: draft without adapters: say lora.models: target")
+
+    def of_drafter(self, drafter: DrafterConfig) -> AppArgs:
+        """The arguments by which one of ``drafters`` is deployed: it is the draft in these."""
+        args = self.model_dump(exclude_unset=True, exclude={"drafters", "actors", "updates"})
+        own = {"draft": drafter.as_draft(), "replicas": {"draft": drafter.replicas}}
+        return AppArgs.model_validate(args | own)
 
     def extension(self, model: type[M]) -> M:
         """The keys of a section from outside the tree, or its defaults where the configuration has none of it.

@@ -5,8 +5,17 @@ ROUTER = "SpeculationRouter"
 DRAFT = "DraftServer"
 TARGET = "TargetServer"
 DEPLOYMENTS = (INGRESS, ROUTER, DRAFT, TARGET)
-LOADERS = (TARGET, DRAFT)
-"""Those whose replicas load a model, and say what they do."""
+
+
+def drafter_deployment(name: str) -> str:
+    """The deployment of a further drafter."""
+    return f"{DRAFT}-{name}"
+
+
+def loads_model(deployment: str) -> bool:
+    """Whether a deployment's replicas load a model, and say what they do."""
+    return deployment.partition("-")[0] in (TARGET, DRAFT)
+
 
 APPLICATION_NAME = "specdec"
 APPLICATION = "deployments.app:build_app"

@@ -1,4 +1,7 @@
-"""How many replicas each deployment has: a number, or a range within which Serve follows the load."""
+"""How many replicas each deployment has: a number, or a range within which Serve follows the load.
+
+What one replica asks of Ray.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,18 @@ MOST_REPLICAS = 1024
 _METRICS_INTERVAL_S, _LOOK_BACK_S = 1.0, 5.0
 """How often a replica reports its load to Serve, and over which time Serve takes the mean."""
 _HELP = f"a whole number, at least 1 and at most {MOST_REPLICAS}, or a range such as {{min: 1, max: 4}}"
+
+
+class ActorOptions(StrictModel):
+    """What one replica asks of Ray, in place of what placement would choose."""
+
+    num_gpus: float | None = Field(None, ge=0, le=64, description="GPUs of one replica; a fraction shares one")
+    num_cpus: float | None = Field(
+        None, ge=0, le=1024, description="CPU cores of one replica, and a model's torch threads"
+    )
+    resources: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources of one replica")
+    label_selector: dict[str, str] = Field(default_factory=dict, description="labels its node must have")
+    accelerator_type: str | None = Field(None, description="kind of GPU its node must have")
 
 
 class ReplicaRange(StrictModel):

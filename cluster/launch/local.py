@@ -23,7 +23,7 @@ import psutil
 
 from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.environment import prepare_for_ray
-from cluster.config.names import APPLICATION_NAME, INGRESS, LOADERS, LOCAL_APPLICATION, STATUS, STATUS_PARTS
+from cluster.config.names import APPLICATION_NAME, INGRESS, LOCAL_APPLICATION, STATUS, STATUS_PARTS, loads_model
 from cluster.launch.placement import placement_of, ray_devices
 from cluster.launch.startup import starting
 from cluster.launch.supervise import is_alive
@@ -300,7 +300,7 @@ class LocalService:
         application = serve.status().applications.get(APPLICATION_NAME)
         stages = starting(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():
-            state = describe(deployment, loads_model=name in LOADERS, stage=stages.get(name, ""))
+            state = describe(deployment, loads_model=loads_model(name), stage=stages.get(name, ""))
             if self._states.get(name) != state:
                 self._states[name] = state
                 self._report(f"{name}: {state}")
@@ -351,6 +351,8 @@ def status_args(config: ServiceConfig) -> dict[str, Any]:
     keys = ("metrics_need_key", "api_keys_file")
     given = config.access.model_dump(include=set(keys), exclude_unset=True)
     given |= config.model_dump(include={"update_timeout_s"}, exclude_unset=True)
+    if config.drafters:
+        given["drafters"] = [drafter.name for drafter in config.drafters]
     return {"application": APPLICATION_NAME, **given}
 
 

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.config.app import ActorOptions, AppArgs
+from cluster.config.app import AppArgs
 from cluster.config.base import validated
 from cluster.config.models import ModelConfig, TargetConfig
-from cluster.config.replicas import most
+from cluster.config.replicas import ActorOptions, most
 from specdec.core.errors import InvalidParameterError
 from specdec.engine.shares import equal_share
 
-Role = Literal["target", "draft"]
+Role = str
+"""``target``, ``draft``, or ``drafters.<name>``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,14 @@ class ActorShare:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The share of each deployment's replicas, and remarks for the log."""
+    """The share of each deployment's replicas, of further drafters by their names, and remarks for the log."""
 
     target: ActorShare
     draft: ActorShare
     router: ActorShare
     ingress: ActorShare
     remarks: tuple[str, ...] = ()
+    drafters: Mapping[str, ActorShare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def gpus_per_replica(role: Role, model: ModelConfig, options: ActorOptions) -> G
         InvalidParameterError: Two of the keys contradict each other.
     """
     own = _of_model(role, model)
-    asked, key = options.num_gpus, f"actors.{role}.num_gpus"
+    asked, key = options.num_gpus, f"{_actor_key(role)}.num_gpus"
     if asked is None:
         return own
     if asked > 1 and asked != int(asked):
@@ -139,7 +141,8 @@ def _of_model(role: Role, model: ModelConfig) -> GpuDemand:
     if index:
         key = f"{role}.device" if model.device_map is None else f"{role}.device_map"
         raise InvalidParameterError(
-            key, f"{key}: {device}: a replica sees its own GPU alone, as the first: say cuda; actors.{role} says where"
+            key,
+            f"{key}: {device}: a replica sees its own GPU alone, as the first: say cuda; {_actor_key(role)} says where",
         )
     return GpuDemand(None, "gpu")
 
@@ -179,6 +182,8 @@ def check_gpus(args: AppArgs) -> None:
     gpus_per_replica("target", args.target, args.actors.target)
     if args.has_own_draft:
         gpus_per_replica("draft", args.draft, args.actors.draft)
+    for drafter in args.drafters:
+        gpus_per_replica(f"drafters.{drafter.name}", drafter, drafter.actor)
 
 
 def with_pair_placed(args: AppArgs, devices: Devices) -> AppArgs:
@@ -245,6 +250,10 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
     if args.has_own_draft:
         demand = gpus_per_replica("draft", args.draft, actors.draft)
         workers.append(_Worker("draft", most(replicas.draft), demand, actors.draft))
+    for drafter in args.drafters if has_target else ():
+        role = f"drafters.{drafter.name}"
+        demand = gpus_per_replica(role, drafter, drafter.actor)
+        workers.append(_Worker(role, drafter.replicas, demand, drafter.actor))
     fronts = [(most(replicas.router), actors.router), (most(replicas.ingress), actors.ingress)]
     gpus = _gpus(workers, devices, can_grow)
     cpus = _cpus(workers, fronts, devices, can_grow)
@@ -256,6 +265,7 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
         remarks=tuple(_remarks(workers, shares, cpus, devices, args.is_paired)),
+        drafters={drafter.name: shares[f"drafters.{drafter.name}"] for drafter in args.drafters if has_target},
     )
 
 
@@ -372,7 +382,7 @@ def _cpus(
     share = equal_share(devices.num_cpus - said, sum(worker.count for worker in to_choose))
     # Where nodes are to come, a worker still asks for a core: it must not land on a head node that has none.
     if not can_grow and (said > devices.num_cpus or (to_choose and not share)):
-        key = f"actors.{(to_choose or list(workers))[0].role}.num_cpus"
+        key = f"{_actor_key((to_choose or list(workers))[0].role)}.num_cpus"
         raise InvalidParameterError(
             key, f"{key}: {said:g} cores are asked for by actors, and there are {devices.num_cpus:g}: ask for fewer"
         )
@@ -421,6 +431,11 @@ def _remarks(
         yield f"{num_workers} workers share {devices.num_cpus:g} core(s): {cpus:g} of one each"
 
 
+def _actor_key(role: Role) -> str:
+    """The section that says what one replica asks of Ray."""
+    return f"{role}.actor" if "." in role else f"actors.{role}"
+
+
 def _refused(worker: _Worker, text: str) -> InvalidParameterError:
-    key = f"actors.{worker.role}.num_gpus"
+    key = f"{_actor_key(worker.role)}.num_gpus"
     return InvalidParameterError(key, f"{key}: {text}")

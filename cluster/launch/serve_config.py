@@ -18,12 +18,14 @@ from cluster.config.live import without_live
 from cluster.config.names import (
     APPLICATION,
     APPLICATION_NAME,
+    DRAFT,
     DRAFT_APPLICATION,
     INGRESS,
-    LOADERS,
     ROUTER,
     STATUS,
     STATUS_PARTS,
+    TARGET,
+    drafter_deployment,
 )
 from cluster.config.replicas import most, scaling
 from cluster.launch.local import status_args
@@ -54,8 +56,7 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
     if config.separate_draft:
         args, of_draft = _separated(args)
         drafters = [_draft_application(of_draft)]
-    target, draft = LOADERS
-    deployments = {"ingress": INGRESS, "router": ROUTER, "target": target, "draft": draft}
+    deployments = {"ingress": INGRESS, "router": ROUTER, "target": TARGET, "draft": DRAFT}
     if not args.has_own_draft:
         del deployments["draft"]
     application = {"name": APPLICATION_NAME, "route_prefix": "/", "import_path": APPLICATION}
@@ -78,13 +79,13 @@ def _args_and_deployments(args: AppArgs, deployments: dict[str, str]) -> dict[st
     if "lora" in live:  # their room is fixed, and which there are is not
         fixed.setdefault("lora", {}).setdefault("models", "both" if args.lora.has_draft_adapters else "target")
     of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()]
+    of_each += [{"name": drafter_deployment(drafter.name), "user_config": live} for drafter in args.drafters]
     return {"args": fixed, "deployments": of_each}
 
 
 def _draft_application(args: AppArgs) -> dict[str, Any]:
     """The draft model's own application; see :func:`deployments.app.build_draft_pool`."""
-    _, draft = LOADERS
-    found = _args_and_deployments(args, {"draft": draft})
+    found = _args_and_deployments(args, {"draft": DRAFT})
     found["args"]["applications"] = [APPLICATION_NAME]
     return {"name": DRAFT_APPLICATION_NAME, "route_prefix": None, "import_path": DRAFT_APPLICATION, **found}
 
@@ -109,6 +110,7 @@ def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
         parts = service.pop(section, {})
         drafters[section] = {"draft": parts.pop("draft")} if "draft" in parts else {}
         service[section] = parts
+    drafters.pop("drafters", None)
     draft, target = service.get("draft", {}), drafters.get("target", {})
     service["draft"] = {"pool": DRAFT_APPLICATION_NAME} | {name: draft[name] for name in _OF_SERVICE if name in draft}
     drafters["target"] = {name: target[name] for name in _OF_DRAFT if name in target}
@@ -153,7 +155,8 @@ def _status_application(part: str, config: ServiceConfig) -> dict[str, Any]:
 
 
 def _check(config: ServiceConfig) -> None:
-    for key, model in (("target.token", config.target), ("draft.token", config.draft)):
+    further = [("drafters", drafter) for drafter in config.drafters]
+    for key, model in (("target.token", config.target), ("draft.token", config.draft), *further):
         if model.token is not None:
             raise InvalidParameterError(
                 key,

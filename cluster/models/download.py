@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.config.app import CHAT_MODEL, AppArgs
 from cluster.config.models import ModelConfig
@@ -16,6 +16,7 @@ HUB_TIMEOUT_S = 10.0
 """How long the hub may take to say whether it has a model."""
 
 A = TypeVar("A", bound=AppArgs)
+M = TypeVar("M", bound=ModelConfig)
 
 _NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files of a model on the hub that loading reads."""
@@ -49,12 +50,16 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
     if args.is_demo and args.demo != "plain":
         check_made(args.demo)
         return _chat_demo(args) if args.demo == "chat" else args
-    pinned = {}
-    for role, model in (("target", args.target), ("draft", args.draft)):
-        if model.model is not None:
-            commit = _fetch(f"{role}.model", model.model, model, report)
-            pinned[role] = model if commit is None else model.model_copy(update={"revision": commit})
+    both = (("target", args.target), ("draft", args.draft))
+    pinned: dict[str, Any] = {role: _pinned(role, model, report) for role, model in both if model.model is not None}
+    if args.drafters:
+        pinned["drafters"] = tuple(_pinned(f"drafters.{one.name}", one, report) for one in args.drafters)
     return args.model_copy(update=pinned)
+
+
+def _pinned(role: str, model: M, report: Callable[[str], None]) -> M:
+    commit = None if model.model is None else _fetch(f"{role}.model", model.model, model, report)
+    return model if commit is None else model.model_copy(update={"revision": commit})
 
 
 def _chat_demo(args: A) -> A:
@@ -81,7 +86,8 @@ def check_models(args: AppArgs, warn: Callable[[str], None]) -> None:
     Raises:
         InvalidParameterError: A folder is here and holds no model, or the hub says that there is no such model.
     """
-    for role, model in (("target", args.target), ("draft", args.draft)):
+    further = [(f"drafters.{drafter.name}", drafter) for drafter in args.drafters]
+    for role, model in (("target", args.target), ("draft", args.draft), *further):
         if model.model is not None:
             _check(f"{role}.model", model.model, model, warn)
 

@@ -167,7 +167,7 @@ REPORTED = [
     _gauge(
         _ROUTER,
         "num_without_drafter",
-        "Sequences that would have a drafter, by their plan or by what was chosen before, if one were there.",
+        "Sequences that lack a drafter that they would have.",
         name="sequences_without_drafter",
     ),
     _gauge(
@@ -194,7 +194,7 @@ REPORTED = [
     _counter(
         _WORKERS,
         "decode_steps",
-        "Steps that read no prompt, by their rows and tokens, each rounded up to a power of two.",
+        "Steps that read no prompt, by rows and tokens, rounded up to powers of two.",
         labels=("rows", "tokens"),
     ),
     _counter(
@@ -235,15 +235,18 @@ REPORTED = [
     _counter(
         _TARGET,
         "num_drafts_by_source",
-        "Drafts of a round: of the draft model, looked up in the text or in a prediction, of heads on the target.",
+        "Drafts of a round.",
         labels=("source",),
     ),
     _counter(_TARGET, "num_draft_tokens_by_source", "Draft tokens of these.", labels=("source",)),
     _counter(_TARGET, "num_accepted_tokens_by_source", "Draft tokens of these that were accepted.", labels=("source",)),
+    _counter(_TARGET, "num_drafts_by_drafter", "Drafts of a drafter.", labels=("drafter",)),
+    _counter(_TARGET, "num_draft_tokens_by_drafter", "Draft tokens that it had first.", labels=("drafter",)),
+    _counter(_TARGET, "num_accepted_tokens_by_drafter", "Those that were accepted.", labels=("drafter",)),
     _counter(
         _TARGET,
         "num_failed_draft_steps",
-        "Steps of a draft model in the target's process that failed: they cost drafts, and no token.",
+        "Failed steps of a draft model in the target's process; they cost no token.",
         name="failed_draft_steps",
     ),
     _counter(_TARGET, "num_forbidden_draft_tokens", "Draft tokens that a grammar forbids, none of which is verified."),
@@ -256,14 +259,14 @@ REPORTED = [
     _counter(
         _ROUTER,
         "num_placements",
-        "Choices of a target among several, by whether it was known to have a part of the sequence cached.",
+        "Choices of a target among several, by whether it had any of the sequence cached.",
         labels=("cached",),
         name="target_placements",
     ),
     _counter(
         _ROUTER,
         "num_reusable_prompt_tokens",
-        "Tokens that some target was known to have cached when a target was chosen among several.",
+        "Tokens that some target had cached at these choices.",
         name="placement_reusable_tokens",
     ),
     _counter(

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.config.base import StrictModel
 from cluster.config.environment import api_keys
-from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, LOADERS, ROUTER, TARGET
+from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET, drafter_deployment, loads_model
 from cluster.launch.local import describe, last_line
 from cluster.launch.startup import starting
 from deployments.http.errors import ApiError
@@ -109,7 +109,7 @@ def _waiting(deployments: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: last_line(one.message)
         if one.status.value == "DEPLOY_FAILED"
-        else describe(one, loads_model=name in LOADERS)
+        else describe(one, loads_model=loads_model(name))
         for name, one in deployments.items()
         if one.status.value in ("UPDATING", "DEPLOY_FAILED", "UNHEALTHY")
     }
@@ -134,6 +134,7 @@ class StatusArgs(StrictModel):
     application: str = Field("specdec", min_length=1, description="name of the application that is reported")
     update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is late")
     draft_pool: str | None = Field(None, min_length=1, description="name of the application of its drafters, a pool")
+    drafters: tuple[str, ...] = Field((), description="names of its drafters beside the draft")
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
         None, min_length=1, description="file with API keys, as in the application's args"
@@ -196,7 +197,8 @@ class Metrics:
 
     def __init__(self, args: StatusArgs) -> None:
         self._args = args
-        self._asked = {name: _asked(args, name, "metrics_page", _METRICS_S) for name in DEPLOYMENTS}
+        deployments = *DEPLOYMENTS, *map(drafter_deployment, args.drafters)
+        self._asked = {name: _asked(args, name, "metrics_page", _METRICS_S) for name in deployments}
         self._keys_file = WatchedFile(args.api_keys_file)
         self._keys = self._read_keys()
 

@@ -95,6 +95,7 @@ class BackendOptions:
         executor: ``graphs`` records steps as CUDA graphs (on a CPU it pads them likewise, to test with), ``eager``
             launches operators one by one, and ``auto`` records where ``benchmarks.gpu`` has passed on such a GPU.
         max_draft_tokens: Most draft tokens of a sequence that recorded steps have room for.
+        merges_drafts: Whether drafts may be tries of several drafters' chains.
         strict_tile_tokens: Run steps as passes of so many tokens, and see at the start that a token's logits then have
             the same bits in every step; None runs a step as one pass.
     """
@@ -116,6 +117,7 @@ class BackendOptions:
     measures_step: bool = True
     executor: Literal["auto", "graphs", "eager"] = "auto"
     max_draft_tokens: int = 0
+    merges_drafts: bool = False
     strict_tile_tokens: int | None = None
 
 
@@ -359,7 +361,8 @@ def _executor_limits(
         return None
     if options.strict_tile_tokens is not None:
         return None  # a step is several passes then
-    tree_tokens = 0 if options.heads is None else options.heads.tree_tokens
+    tree_tokens = MAX_TREE_TOKENS if options.merges_drafts else 0
+    tree_tokens = tree_tokens if options.heads is None else max(tree_tokens, options.heads.tree_tokens)
     max_draft_tokens = max(options.max_draft_tokens, tree_tokens)
     max_rows = max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches)
     num_row_words = _SAMPLING_WORDS + -(-loaded.vocab_size // 32)  # with a mask of its grammar
@@ -368,7 +371,7 @@ def _executor_limits(
         max_tokens=max(NUM_CHECKED_TOKENS, _max_num_batched_tokens(loaded, options)),
         max_length=max(NUM_CHECKED_TOKENS, max_model_len + MAX_TREE_TOKENS),  # a tree's tokens lie one after another
         max_draft_tokens=max_draft_tokens,
-        has_trees=options.heads is not None,
+        has_trees=options.heads is not None or options.merges_drafts,
         num_extra_words=min(_MOST_EXTRA_WORDS, max_rows * (1 + max_draft_tokens) * num_row_words),
     )
 

@@ -42,14 +42,15 @@ STREAM_TIMEOUT_S = 240.0
 
 
 def processes_of(service: RunningService, victim: str) -> list[psutil.Process]:
-    """The running processes of one kind, oldest first; replicas that are starting are not among them."""
+    """The running processes of a kind, or of a further drafter, oldest first; none of a replica that is starting."""
     found = []
+    called = VICTIMS.get(victim, f"{VICTIMS['draft']}-{victim}")
     for child in service.children():
         try:
             title = " ".join(child.cmdline())
         except psutil.Error:
             continue
-        if title.startswith("ray::") and VICTIMS[victim] in title:
+        if title.startswith("ray::") and called in title:
             found.append(child)
     return sorted(found, key=lambda process: process.create_time())
 

@@ -1,0 +1,81 @@
+"""Further drafters in the configuration: read, refused, placed and deployed."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config.files import load_config
+from cluster.launch.placement import Devices, placement_of
+from cluster.launch.serve_config import serve_config
+from specdec.core.errors import InvalidParameterError
+
+PAIR = {"target.model": "t", "draft.model": "d"}
+GPU_AND_CPU = [
+    {"name": "gpu", "model": "g", "device": "cuda", "other_vocabulary": True},
+    {"name": "cpu", "model": "c", "device": "cpu", "replicas": 2, "actor": {"num_cpus": 3}},
+]
+
+
+def configured(**more):
+    return load_config(None, PAIR | more)
+
+
+def test_each_is_deployed_as_if_it_were_the_draft():
+    args = configured(drafters=GPU_AND_CPU, max_num_seqs=7).app_args()
+    gpu, cpu = map(args.of_drafter, args.drafters)
+    assert (gpu.draft.model, gpu.draft.other_vocabulary, gpu.replicas.draft) == ("g", True, 1)
+    assert (cpu.draft.model, cpu.draft.other_vocabulary, cpu.replicas.draft) == ("c", False, 2)
+    assert gpu.target == cpu.target == args.target
+    assert (cpu.max_num_seqs, cpu.drafters) == (7, ())
+
+
+def test_a_list_of_names_and_models_is_enough():
+    assert [(one.name, one.model) for one in configured(drafters="a=x, b=y").drafters] == [("a", "x"), ("b", "y")]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"drafters": "cpu"}, "on a command line name=model"),
+        ({"drafters": "a=m,a=n"}, "names a twice"),
+        ({"drafters": "drafter=m"}, "not target, nor drafter"),
+        ({"drafters": "CPU=m"}, "small letters"),
+        ({"drafters": [{"model": "m"}]}, "each needs a name"),
+        ({"drafters": [{"name": "x"}]}, "x must have a model"),
+        ({"drafters": [{"name": "x", "pool": "p"}]}, "x must have a model"),
+        ({"drafters": [{"name": "x", "model": "m", "method": "ngram+model"}]}, "x must have a model"),
+        ({"drafters": [{"name": "x", "model": "m", "placement": "same_process"}]}, "x must have a model"),
+        ({"drafters": [{"name": "x", "model": "m", "devic": "cpu"}]}, "did you mean 'device'"),
+        ({"drafters": ",".join(f"d{i}=m" for i in range(8))}, "at most 7"),
+        ({"drafters": "c=m", "draft.placement": "same_process"}, "in a process of its own"),
+        ({"drafters": "c=m", "draft.model": None, "draft.method": "ngram"}, "in a process of its own"),
+        ({"drafters": "c=m", "lora.models": "both"}, "without adapters"),
+        ({"drafters": "c=m", "target.model": None, "draft.model": None}, "give target too"),
+    ],
+)
+def test_what_is_refused_is_named(more, says):
+    given = {key: value for key, value in (PAIR | more).items() if value is not None}
+    with pytest.raises(InvalidParameterError, match=says):
+        load_config(None, given)
+
+
+def test_each_has_a_share_of_its_own():
+    placement = placement_of(configured(drafters=GPU_AND_CPU), Devices(num_gpus=3, num_cpus=16))
+    assert [placement.target.num_gpus, placement.draft.num_gpus] == [1, 1]
+    assert {name: share.num_gpus for name, share in placement.drafters.items()} == {"gpu": 1, "cpu": 0}
+    assert placement.drafters["cpu"].num_torch_threads == 3
+
+
+def test_no_room_for_one_names_its_key():
+    drafters = [{"name": "cpu", "model": "c", "device": "cpu", "actor": {"num_gpus": 1}}]
+    with pytest.raises(InvalidParameterError, match=r"drafters\.cpu\.actor\.num_gpus: 1"):
+        placement_of(configured(drafters=drafters), Devices(num_gpus=3, num_cpus=16))
+
+
+def test_a_serve_configuration_has_a_deployment_for_each():
+    config = serve_config(configured(drafters=GPU_AND_CPU, **{"actors.target.num_gpus": 1}))
+    deployments = [one["name"] for one in config["applications"][0]["deployments"]]
+    assert {"DraftServer", "DraftServer-gpu", "DraftServer-cpu"} <= set(deployments)
+    assert config["applications"][-1]["args"]["drafters"] == ["gpu", "cpu"]
+    with pytest.raises(InvalidParameterError, match="a cluster would show it"):
+        serve_config(configured(drafters=[{"name": "x", "model": "m", "token": "hf_x"}]))
