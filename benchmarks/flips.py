@@ -71,7 +71,7 @@ class Flips:
     """What differs in a case.
 
     Attributes:
-        num_positions: Compared.
+        num_positions: Compared, each as often as it was read.
         num_bits: Of these how many have a logit with other bits.
         num_tokens: Of these how many have another likeliest token.
         duration_s: Of the case.
@@ -102,25 +102,30 @@ class FlipRuns:
         )
         self._all = [texts.text(number, loaded.vocab_size) for number in range(most)]
         alone = Case(1, 0, texts.num_prompt, False)
-        self._expected = [self._read([text], alone, goes_back=False)[0] for text in self._all]
+        reads = (self._read([text], alone, goes_back=False)[0] for text in self._all)
+        self._expected = [torch.cat([logits for _, logits in parts]) for parts in reads]
 
     def compare(self, case: Case) -> Flips:
         """One case: as many texts as it reads side by side."""
         start_s = time.perf_counter()
         found = self._read(self._all[: case.batch], case, goes_back=True)
-        pairs = list(zip(found, self._expected, strict=False))
+        pairs = [
+            (logits, expected[start : start + len(logits)])
+            for parts, expected in zip(found, self._expected, strict=False)
+            for start, logits in parts
+        ]
         return Flips(
             case,
-            num_positions=sum(len(logits) for logits in found),
+            num_positions=sum(len(logits) for logits, _ in pairs),
             num_bits=sum(int((a.view(torch.int32) != b.view(torch.int32)).any(1).sum()) for a, b in pairs),
             num_tokens=sum(int((a.argmax(1) != b.argmax(1)).sum()) for a, b in pairs),
             duration_s=time.perf_counter() - start_s,
         )
 
-    def _read(self, texts: list[list[int]], case: Case, *, goes_back: bool) -> list[torch.Tensor]:
-        """Logits of each text, [length, vocabulary]; those of cached tokens are read before."""
+    def _read(self, texts: list[list[int]], case: Case, *, goes_back: bool) -> list[list[tuple[int, torch.Tensor]]]:
+        """What is read of each text: the first position, and logits [tokens, vocabulary], of each step in order."""
         runner, end, rng = self._runner, self._texts.num_prompt, random.Random(0)
-        logits: list[dict[int, torch.Tensor]] = [{} for _ in texts]
+        logits: list[list[tuple[int, torch.Tensor]]] = [[] for _ in texts]
         salt = b"flips" if case.is_cached else None
         sequences = [runner.new_sequence(salt) for _ in texts]
 
@@ -134,7 +139,7 @@ class FlipRuns:
             values = runner.forward([RowInput(s, some, len(some)) for _, s, some in rows])
             parts = values.split([len(some) for _, _, some in rows])
             for (i, _, _), start, of_row in zip(rows, starts, parts, strict=True):
-                logits[i].update(enumerate(of_row.clone(), start=start))
+                logits[i].append((start, of_row.clone()))
 
         def read_to(length: int) -> None:
             while any(len(sequence) < length for sequence in sequences):
@@ -162,7 +167,7 @@ class FlipRuns:
             read_to(kept)  # also where a recurrent state does not reach back
         for sequence in sequences:
             runner.free(sequence)
-        return [torch.stack([of_text[i] for i in range(len(of_text))]) for of_text in logits]
+        return logits
 
 
 def random_model(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
@@ -196,13 +201,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tile-tokens", type=int, help="exactness: strict with so many tokens a pass; else fast")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=BATCHES)
-    parser.add_argument("--num-output", type=int, default=64, help="tokens after each prompt")
+    parser.add_argument("--num-prompt", type=int, default=96, help="tokens of each prompt")
+    parser.add_argument("--num-output", type=int, default=64, help="tokens after it")
     args = parser.parse_args()
     if args.random is not None:
         loaded = random_model(args.random, getattr(torch, args.dtype))
     else:
         loaded = load_model(ModelSource(args.target, dtype=args.dtype, device=args.device))
-    runs = FlipRuns(loaded, args.tile_tokens, Texts(num_output=args.num_output), max(args.batches))
+    runs = FlipRuns(loaded, args.tile_tokens, Texts(args.num_prompt, args.num_output), max(args.batches))
     found = []
     for case in cases(args.batches):
         found.append(runs.compare(case))

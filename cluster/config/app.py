@@ -23,7 +23,7 @@ from cluster.config.models import IMPORT_STRING, DraftConfig, LoraConfig, Target
 from cluster.config.names import OTLP
 from cluster.config.replicas import ActorOptions, Replicas, Updates
 from specdec.core.errors import InvalidParameterError
-from specdec.core.params import Acceptance, Exactness
+from specdec.core.params import Acceptance, Exactness, LogprobsMode
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -314,6 +314,10 @@ class AppArgs(StrictModel):
         le=512,
         description="with exactness: strict, the tokens of every pass; other numbers, other bits",
     )
+    logprobs_mode: LogprobsMode = Field(
+        "raw_logprobs",
+        description="output tokens' log probabilities: the model's, or after edits, temperature and truncation",
+    )
     numeric_contract_lost: Literal["end", "continue"] = Field(
         "end",
         description="where no target keeps a strict sequence's contract; continue: its receipt is void",
@@ -448,6 +452,10 @@ class AppArgs(StrictModel):
             raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
         if self.receipts.key_file is not None and self.target.engine != "transformers":
             raise refused_key("receipts.key_file", "receipts.key_file: vLLM's engine gives no receipts: leave it out")
+        if self.logprobs_mode != "raw_logprobs" and self.target.engine == "vllm":
+            raise refused_key("logprobs_mode", "logprobs_mode: vLLM's engine reports raw_logprobs here")
+        if self.logprobs_mode != "raw_logprobs" and self.receipts.key_file is not None:
+            raise refused_key("logprobs_mode", "logprobs_mode: receipts tell raw_logprobs: leave out receipts.key_file")
         if self.exactness == "strict" and self.target.engine == "vllm":
             raise refused_key("exactness", "exactness: strict needs our own engine: vLLM's may round drafts otherwise")
         if self.exactness == "strict" and self.target.quantization != "none":

@@ -15,6 +15,7 @@ from specdec.core.types import Adapter, Finish
 
 Acceptance = Literal["coupled", "rejection"]
 Exactness = Literal["fast", "strict"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Whether a token's logits have the same bits in whatever step it is read; see :mod:`specdec.executor.tiles`."""
 
 LEAST_TEMPERATURE = 1e-5

@@ -13,6 +13,7 @@ import torch
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import check_width
 from specdec.core.errors import MemoryPlanError, ModelLoadError
+from specdec.core.params import LogprobsMode
 from specdec.core.types import Progress, Tokens
 from specdec.drafting.heads import DraftHeads, HeadDrafter, HeadsOptions, load_heads
 from specdec.engine.drafter import ModelDrafter, VocabularyMapper
@@ -98,6 +99,7 @@ class BackendOptions:
         merges_drafts: Whether drafts may be tries of several drafters' chains.
         strict_tile_tokens: Run steps as passes of so many tokens, and see at the start that a token's logits then have
             the same bits in every step; None runs a step as one pass.
+        logprobs_mode: vLLM's: which log probabilities of output tokens are reported.
     """
 
     max_model_len: int | None = None
@@ -119,6 +121,7 @@ class BackendOptions:
     max_draft_tokens: int = 0
     merges_drafts: bool = False
     strict_tile_tokens: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 def build_target(
@@ -224,7 +227,8 @@ def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, op
     except (ModelLoadError, ValueError) as error:
         logger.info("%s takes no grammars: %s", source.path, error)
         grammars = None
-    return Sampler(vocab_size, options.logits_processors, grammars=grammars)
+    is_processed = options.logprobs_mode == "processed_logprobs"
+    return Sampler(vocab_size, options.logits_processors, grammars=grammars, processed_logprobs=is_processed)
 
 
 def _build(

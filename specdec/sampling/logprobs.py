@@ -1,7 +1,8 @@
-"""Log probabilities to report: the model's own, before any processing (the default of OpenAI and vLLM)."""
+"""Log probabilities to report: of a model's own logits (the default of OpenAI and vLLM), or of what became of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ def token_logprobs(
     most 64 MiB of float64 (or one row).
 
     Args:
-        logits: float32 [at least M, V], as the model gave them.
+        logits: float32 [at least M, V], as the model gave them, or as a token is drawn from them: -inf is left out.
         tokens: The tokens that stand at the rows' positions, M of them.
         num_top: How many of the most likely tokens to list for each row, M of them; ties by lower id are not promised.
         rows: Numbers of the rows, M of them; by default the first M.
@@ -78,7 +79,11 @@ def entries_of(numbers: Sequence[Sequence[float]], num_top: Sequence[int]) -> li
         TokenLogprobs(
             logprob=row[0],
             rank=int(row[1]),
-            top=tuple((int(i), value) for i, value in zip(row[2 + most :][:num], row[2 : 2 + most], strict=False)),
+            top=tuple(
+                (int(i), value)
+                for i, value in zip(row[2 + most :][:num], row[2 : 2 + most], strict=False)
+                if value > -math.inf
+            ),
         )
         for row, num in zip(numbers, num_top, strict=True)
     ]

@@ -93,7 +93,9 @@ class Sampler:
         noise_cache_bytes: Memory for Gumbel noise kept between steps.
         grammars: Compiles grammars; where there are none, a sequence with one fails.
         on_kernels: Whether kernels choose; by default where they run: see :func:`runs_kernels`. With processors, which
-            see logits between edits and grammars, all is done in torch.
+            see logits between edits and grammars, and with ``processed_logprobs``, all is done in torch.
+        processed_logprobs: Report the log probabilities that tokens are drawn by, after edits, temperature and
+            truncation, as vLLM's ``logprobs_mode: processed_logprobs`` does; with temperature 0 those after edits.
     """
 
     def __init__(
@@ -103,11 +105,13 @@ class Sampler:
         noise_cache_bytes: int = NOISE_CACHE_BYTES,
         grammars: Grammars | None = None,
         on_kernels: bool | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
         self._on_kernels = on_kernels
+        self._processed_logprobs = processed_logprobs
         self._editor: Editor | None = None
         self._kernels: KernelSampler | None = None
         self._failures: dict[int, Exception] = {}
@@ -160,7 +164,7 @@ class Sampler:
     def kernels(self, device: torch.device) -> KernelSampler | None:
         """What decides on a device; None where torch does."""
         is_wanted = runs_kernels(device) if self._on_kernels is None else self._on_kernels
-        if self._processors or not is_wanted:
+        if self._processors or self._processed_logprobs or not is_wanted:
             return None
         if self._kernels is None or self._editor_of(device) is not self._kernels.editor:
             self._kernels = KernelSampler(self.vocab_size, self._editor_of(device))
@@ -306,11 +310,22 @@ class Sampler:
         numbers = [rows.starts[i] + row for i in asking for row in runs[i].rows]
         tokens = [token for i in asking for token in runs[i].run]
         num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking for _ in runs[i].run]
+        if self._processed_logprobs:
+            logits = self._drawn_from(logits, self._laid_out(logits, groups))
         entries = iter(token_logprobs(logits[:, : self.vocab_size], tokens, num_top, numbers))
         reports: list[LogprobReport] = [None] * len(groups)
         for i in asking:
             reports[i] = tuple(next(entries) for _ in runs[i].run)
         return reports
+
+    def _drawn_from(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Logits of the distributions that tokens are drawn from, and with temperature 0 after edits: [N, V]."""
+        logits = self._edited(logits, rows)
+        sampled = rows.using(_is_random)
+        if not sampled:
+            return logits
+        (index,) = on_device(logits.device, rows.numbers(sampled))
+        return logits.index_copy(0, index, self._scaled(logits[index], rows.part(sampled)))
 
     def _laid_out(self, logits: Tensor, groups: Sequence[RowGroup]) -> Rows:
         rows = Rows(self.masked(groups))

@@ -154,6 +154,7 @@ OF_VLLM = {
     "target.allow_untested": True,
 }
 NOT_TOGETHER = OF_VLLM | {
+    "logprobs_mode": "processed_logprobs",
     "exactness": "strict",
     "target.engine": "vllm",
     "draft.heads": "some/heads",

@@ -103,6 +103,16 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"target.revision": "main"}, "target", "need a model"),
     (T | {"target.device": "cpu", "target.device_map": "auto"}, "target", "exclude each other"),
     (T | {"acceptance": "rejection"}, "acceptance", "acceptance: rejection needs drafts"),
+    (
+        VLLM | {"logprobs_mode": "processed_logprobs"},
+        "logprobs_mode",
+        "logprobs_mode: vLLM's engine reports raw_logprobs",
+    ),
+    (
+        {"logprobs_mode": "processed_logprobs", "receipts.key_file": "k"},
+        "logprobs_mode",
+        "logprobs_mode: receipts tell raw_logprobs",
+    ),
     (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs our own engine"),
     (T | {"exactness": "strict", "target.quantization": "int8"}, "exactness", "needs target.quantization: none"),
     ({"exactness": "strict", "acceptance": "rejection"}, "exactness", "exactness: strict needs acceptance: coupled"),

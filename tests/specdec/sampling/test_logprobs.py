@@ -39,6 +39,31 @@ def test_they_are_those_of_the_raw_row_whatever_the_parameters() -> None:
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist())
 
 
+def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    random = SamplingParams(temperature=0.3, top_k=3, presence_penalty=2.0, logit_bias=((1, 1.0),), logprobs=5)
+    greedy = SamplingParams(temperature=0.0, logit_bias=((1, 2.0),), logprobs=9)
+    groups = [
+        RowGroup(make_spec(random), [1, 3], (2, 3)),
+        RowGroup(make_spec(greedy), [1]),
+    ]
+    sampler = Sampler(9, processed_logprobs=True, on_kernels=True)
+    probs = sampler.probs(logits, groups).double()
+    biased = logits[3].double()
+    biased[1] += 2
+    chosen = [int(probs[row].argmax()) for row in range(4)]
+    runs = [VerifiedRun(tuple(chosen[:3]), 2), VerifiedRun((chosen[3],), 0)]
+    reports = sampler.logprobs(logits, groups, runs)
+    assert reports[0] is not None
+    assert reports[1] is not None
+    for row, entry in enumerate(reports[0]):
+        assert entry.logprob == pytest.approx(probs[row, chosen[row]].log().item(), rel=1e-4)
+        assert len(entry.top) == 3  # what is truncated is not listed
+        assert sum(math.exp(value) for _, value in entry.top) == pytest.approx(1.0)
+    (entry,) = reports[1]
+    assert dict(entry.top) == pytest.approx(dict(enumerate(biased.log_softmax(0).tolist())))
+
+
 def test_more_than_the_vocabulary_lists_all_of_it() -> None:
     (entry,) = token_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), [0], [20])
     assert [i for i, _ in entry.top] == [2, 1, 0]
