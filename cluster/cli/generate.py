@@ -38,6 +38,7 @@ CONFIG_KEYS = (
     "num_speculative_tokens",
     "acceptance",
     "logits_processors",
+    "extensions",
     "log_level",
 )
 
