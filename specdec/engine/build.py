@@ -47,6 +47,8 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 
 NUM_CHAINED_PASSES = 4
 """Draft tokens of a row in a step of recorded passes. What the target says meanwhile waits until its end."""
+_NUM_GUESSES = 12
+"""Other tokens that are ranked beside each in recorded chains: as many as branches are begun with, as a rule."""
 CPU_KV_FRACTION = 0.25
 """Part of a machine's free memory that the cache may take: others need it too."""
 _MIB = 1 << 20
@@ -183,18 +185,29 @@ def build_drafter(
     if progress is not None:
         for note in pair.notes:
             progress(note)
+    most_draft_tokens = options.max_draft_tokens
     options = replace(
         options,
         vocab_size=pair.draft_vocab_size,
         heads=None,
-        max_draft_tokens=pair.step_tokens.count - 1,
+        max_draft_tokens=pair.step_tokens.count,  # behind a draft that was kept whole a row reads two tokens
         strict_tile_tokens=None,  # whatever it drafts, the target decides
     )
     if options.max_model_len is None and pair.mapping is None:
         options = replace(options, max_model_len=describe_model(target).max_model_len)
     mapped = None if pair.mapping is None else pair.vocab_size
     num_branches = NUM_BRANCH_SLOTS if has_branches else 0
-    built = _build(source, options, None, progress, num_branches=num_branches, mapped_vocab_size=mapped)
+    # A draft model in its target's process waits for nothing meanwhile.
+    num_passes = NUM_CHAINED_PASSES if has_branches else max(NUM_CHAINED_PASSES, most_draft_tokens)
+    built = _build(
+        source,
+        options,
+        None,
+        progress,
+        num_branches=num_branches,
+        mapped_vocab_size=mapped,
+        num_chained_passes=num_passes if mapped is None and pair.step_tokens.count == 1 else 0,
+    )
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
@@ -214,7 +227,7 @@ def build_drafter(
         mapper=mapper,
         mask_token_id=pair.step_tokens.mask_token_id,
         num_step_tokens=pair.step_tokens.count,
-        num_chained_passes=NUM_CHAINED_PASSES if runner.is_recorded else 1,
+        num_chained_passes=num_passes if runner.is_recorded else 1,
         **lengths,
     )
     return drafter, standalone, built
@@ -238,6 +251,7 @@ def _build(
     progress: Progress | None,
     num_branches: int = 0,
     mapped_vocab_size: int | None = None,
+    num_chained_passes: int = 0,
 ) -> Built:
     """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'.
 
@@ -254,7 +268,7 @@ def _build(
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
-    limits = _executor_limits(loaded, length, options, num_branches)
+    limits = _executor_limits(loaded, length, options, num_branches, num_chained_passes)
     memory = _planned(
         loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size, limits
     )
@@ -358,7 +372,7 @@ with more are sent it by themselves."""
 
 
 def _executor_limits(
-    loaded: LoadedModel, max_model_len: int, options: BackendOptions, num_branches: int
+    loaded: LoadedModel, max_model_len: int, options: BackendOptions, num_branches: int, num_chained_passes: int
 ) -> ExecutorLimits | None:
     """The largest step, where steps are to be recorded; it holds those of the check, too."""
     if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
@@ -377,6 +391,8 @@ def _executor_limits(
         max_draft_tokens=max_draft_tokens,
         has_trees=options.heads is not None or options.merges_drafts,
         num_extra_words=min(_MOST_EXTRA_WORDS, max_rows * (1 + max_draft_tokens) * num_row_words),
+        num_chained_passes=num_chained_passes,
+        num_guesses=_NUM_GUESSES if num_branches else 0,
     )
 
 

@@ -1,26 +1,33 @@
 """Several draft tokens for each row in one step: a pass is launched before the token of the pass before is known here.
 
 The tokens go from the sampler to the next pass on the device, and all of them come to the host at once. So what is
-drawn may depend on nothing but logits and noise.
+drawn may depend on nothing but logits and noise. Where kernels draw and steps are recorded, all passes are one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
+from specdec.executor.chains import ChainsRead, num_chain_rows
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
 from specdec.sampling.acceptance import Drawn, drawn_coupled, rank_coupled
+from specdec.sampling.chains import ChainSampler
 from specdec.sampling.on_kernels import LaidOut
 from specdec.sampling.pipeline import RowGroup, Sampler
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN = 0
 """In the place of a token that is not known here yet."""
@@ -60,16 +67,30 @@ class Chained:
     spoilt_rows: frozenset[int]
 
 
+def recorded_chains(runner: ModelRunner, sampler: Sampler) -> ChainSampler | None:
+    """Record chains as the limits of the runner's recorded steps say; what draws in them, or None where none are."""
+    kernels, limits = sampler.kernels(runner.output_device), runner.limits
+    if kernels is None or limits is None or not limits.num_chained_passes:
+        return None
+    chooser = ChainSampler(kernels, num_chain_rows(limits), limits.num_guesses)
+    failure = runner.record_chains(chooser)
+    if failure:
+        logger.info("Chains of %s are launched pass by pass: %s", runner.loaded.name, failure)
+    return None if failure else chooser
+
+
 def draw_chained(
     runner: ModelRunner,
     sampler: Sampler,
     step: Sequence[RowInput],
     rows: Sequence[ChainRow],
     downloads: Downloads,
+    recorded: ChainSampler | None = None,
 ) -> Chained:
     """Draw the tokens of all rows by as many passes, and read all but each row's last one.
 
-    A pass takes one upload, with what its logits are sampled by. All passes take one download.
+    A pass takes one upload, with what its logits are sampled by. All passes take one download. Recorded passes take one
+    upload and one launch together.
 
     Args:
         runner: The model with its caches.
@@ -77,29 +98,29 @@ def draw_chained(
         step: What the first pass reads: first a row of one logit for each of ``rows``, then rows of none.
         rows: Those of the most tokens first.
         downloads: From the runner's output device.
+        recorded: Draws in recorded chains; None where there are none.
     """
     groups = [RowGroup(row.spec, row.tokens) for row in rows]
     laid_out = sampler.lay_out(groups, runner.output_device)
-    logits = runner.forward(step, extra=() if laid_out is None else laid_out.arrays)
-    lengths, flag_rows = [len(row.sequence) for row in rows], runner.flag_rows
+    lengths = [len(own.sequence) + len(own.tokens) for own in step[: len(rows)]]
+    drawn: list[list[Drawn]] = [[] for _ in rows]
+    passes: Iterable[_Pass]
     try:
-        of_passes, found = _launch(runner, sampler, logits, rows, groups, laid_out)
-        is_finite, *arrays = downloads.bring(found)
+        found = None
+        if recorded is not None and laid_out is not None and _can_be_recorded(sampler, rows, recorded):
+            found = runner.forward_chains(step, [row.num_tokens for row in rows], recorded.arrays(laid_out))
+        if found is not None:
+            spoilt_rows = found.spoilt_rows
+            passes = _of_chains(found, groups, rows)
+        else:
+            spoilt_rows, passes = _pass_by_pass(runner, sampler, step, rows, groups, laid_out, downloads)
     except Exception:
         for row, length in zip(rows, lengths, strict=True):
-            runner.truncate(row.sequence, length)
+            runner.truncate(row.sequence, min(length, len(row.sequence)))
         raise
-    drawn: list[list[Drawn]] = [[] for _ in rows]
-    spoilt_rows = frozenset(flag_rows[is_finite == 0].tolist())
     ended = set(spoilt_rows)
-    for number, of_pass in enumerate(of_passes):
-        if number:
-            # Of each row a flag for its token, and behind all of them one for its logits.
-            is_right = arrays.pop(0).reshape(2, -1).all(0)
-            ended |= set(np.flatnonzero(~is_right).tolist())
-        width = 3 if max(row.num_guesses for row in rows[: len(of_pass)]) else 1
-        columns, arrays = arrays[:width], arrays[width:]
-        columns[:2] = [column.astype(np.int64) for column in columns[:2]]  # ids; then come scores
+    for of_pass, is_right, columns in passes:
+        ended |= set(np.flatnonzero(~is_right).tolist())
         for i, token in enumerate(drawn_coupled(of_pass, columns)):
             if i not in ended:
                 drawn[i].append(token)
@@ -108,6 +129,53 @@ def draw_chained(
         runner.truncate(row.sequence, length + num_read)
         runner.set_tokens(row.sequence, length, [one.token for one in own[:num_read]])
     return Chained(drawn, spoilt_rows)
+
+
+def _can_be_recorded(sampler: Sampler, rows: Sequence[ChainRow], recorded: ChainSampler) -> bool:
+    is_plain = not any(sampler.depends_on_tokens(row.spec.sampling) for row in rows)
+    return is_plain and max(row.num_guesses for row in rows) <= recorded.num_guesses
+
+
+_Pass = tuple[list[RowGroup], NDArray[np.bool_], list[NDArray[Any]]]
+"""Its groups, whether what they gave is finite, and the columns of :func:`drawn_coupled`."""
+
+
+def _of_chains(found: ChainsRead, groups: list[RowGroup], rows: Sequence[ChainRow]) -> Iterable[_Pass]:
+    """The passes of recorded chains."""
+    for number in range(rows[0].num_tokens):
+        n = sum(row.num_tokens > number for row in rows)
+        num_guesses = max(row.num_guesses for row in rows[:n])
+        columns: list[NDArray[Any]] = [found.tokens[number, :n]]
+        if num_guesses:
+            columns += [ranks[number, :n, : 1 + num_guesses] for ranks in (found.ranked, found.scores)]
+        yield groups[:n], found.is_finite[number, :n], columns
+
+
+def _pass_by_pass(
+    runner: ModelRunner,
+    sampler: Sampler,
+    step: Sequence[RowInput],
+    rows: Sequence[ChainRow],
+    groups: list[RowGroup],
+    laid_out: LaidOut | None,
+    downloads: Downloads,
+) -> tuple[frozenset[int], list[_Pass]]:
+    """Rows of the first pass that are spoilt, and all passes."""
+    logits = runner.forward(step, extra=() if laid_out is None else laid_out.arrays)
+    flag_rows = runner.flag_rows
+    of_passes, found = _launch(runner, sampler, logits, rows, groups, laid_out)
+    is_finite, *arrays = downloads.bring(found)
+    passes: list[_Pass] = []
+    for number, of_pass in enumerate(of_passes):
+        is_right: NDArray[np.bool_] = np.ones(len(of_pass), np.bool_)
+        if number:
+            # Of each row a flag for its token, and behind all of them one for its logits.
+            is_right = np.asarray(arrays.pop(0).reshape(2, -1).all(0))
+        width = 3 if max(row.num_guesses for row in rows[: len(of_pass)]) else 1
+        columns, arrays = arrays[:width], arrays[width:]
+        columns[:2] = [column.astype(np.int64) for column in columns[:2]]  # ids; then come scores
+        passes.append((of_pass, is_right, columns))
+    return frozenset(flag_rows[is_finite == 0].tolist()), passes
 
 
 def _launch(

@@ -17,7 +17,7 @@ from specdec.core.params import SamplingParams
 from specdec.core.tokens import TokenBuffer, TokenSequence, as_list, common_prefix_length, followed
 from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
-from specdec.engine.chained import ChainRow, draw_chained
+from specdec.engine.chained import ChainRow, draw_chained, recorded_chains
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.rows import RowInput
@@ -181,6 +181,8 @@ class ModelDrafter(ModelBackend):
         self._num_step_tokens = num_step_tokens if self._mask else 1
         self._num_chained_passes = 1 if self._mask or mapper is not None else num_chained_passes
         self._downloads = Downloads(runner.output_device)
+        can_record = mapper is None and mask_token_id is None
+        self._recorded = recorded_chains(runner, sampler) if can_record else None
         self._num_chained: dict[str, int] = {}  # tokens of each row of the step that is scheduled
 
     def metrics(self) -> dict[str, float]:
@@ -221,7 +223,7 @@ class ModelDrafter(ModelBackend):
         step, chains = [row for _, _, row in placed], self._chains(placed)
         logits, chained = torch.empty(0), None
         if chains:
-            chained = draw_chained(self._runner, self._sampler, step, chains, self._downloads)
+            chained = draw_chained(self._runner, self._sampler, step, chains, self._downloads, self._recorded)
         else:
             logits = self._runner.forward(step)
         spoilt = frozenset(self._runner.spoilt_rows()) if chained is None else chained.spoilt_rows

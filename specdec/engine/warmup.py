@@ -20,6 +20,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.heads import DraftHeads
+from specdec.engine.chained import recorded_chains
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.merged import merge_weights
 from specdec.executor.rows import HeadInput, RowInput
@@ -162,6 +163,7 @@ def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) 
             merge_weights(layers_of(loaded.model))  # moves them, which may cost memory that the cache cannot have
     runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size, num_state_slots=1)
     runner.record_graphs(limits)
+    recorded_chains(runner, Sampler(vocab_size))
     runner.forget_graphs()
     num_bytes = runner.graphs_bytes
     del runner

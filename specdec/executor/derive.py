@@ -39,6 +39,7 @@ class StepShape:
         has_trees: Whether drafts may be trees.
         has_states: Whether rows have recurrent states.
         has_adapters: Whether rows may use adapters.
+        has_chains: Whether rows may have a part in passes behind the step's own.
     """
 
     max_rows: int
@@ -47,6 +48,7 @@ class StepShape:
     has_trees: bool = False
     has_states: bool = False
     has_adapters: bool = False
+    has_chains: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -63,6 +65,7 @@ class StepShape:
           ``NO_PARENT`` for all others. [0] without trees.
         - ``states``: [4, R], slot, oldest, newest and oldest_after of :class:`StateTensors`. [4, 0] without states.
         - ``adapter``: [R], the slot of the row's adapter; -1 for none. [0] without adapters.
+        - ``num_passes``: [R], how many passes the row has a part in; [0] without chains.
         - ``update_word``, ``update_value``: [U]; see :meth:`SlotUpdates.stage`.
         """
         rows = [Field(name, (self.max_rows + 1,)) for name in ("slot", "num_tokens", "num_drafts", "num_logits")]
@@ -70,7 +73,8 @@ class StepShape:
         parents = Field("parents", (self.max_tokens if self.has_trees else 0,))
         states = Field("states", (4, self.max_rows + 1 if self.has_states else 0))
         adapter = Field("adapter", (self.max_rows + 1 if self.has_adapters else 0,))
-        return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, states, adapter, *updates))
+        passes = Field("num_passes", (self.max_rows + 1 if self.has_chains else 0,))
+        return Layout((*rows, Field("tokens", (self.max_tokens,)), parents, states, adapter, passes, *updates))
 
 
 def lay_out(
@@ -86,6 +90,7 @@ def lay_out(
     parents: Mapping[int, Sequence[int]] | None = None,
     states: NDArray[np.int64] | None = None,
     adapters: NDArray[np.int64] | None = None,
+    num_passes: NDArray[np.int64] | None = None,
     is_checked: bool = False,
 ) -> None:
     """Write a step's rows into its input; differences of the state are written by :meth:`SlotUpdates.stage`.
@@ -102,6 +107,7 @@ def lay_out(
         parents: By index the rows whose drafts are a tree, of each draft the one that it follows, or -1.
         states: [4, R] of the rows, where the shape has states.
         adapters: [R] of the rows, where the shape has adapters; None where no row uses one.
+        num_passes: [R] of the rows, at least 1, where the shape has chains; None for a step of one pass.
         is_checked: The caller has seen to it that rows are as said, and not more than the shape holds.
 
     Raises:
@@ -119,6 +125,10 @@ def lay_out(
         arrays["adapter"][:] = -1
         if adapters is not None:
             arrays["adapter"][:n] = adapters
+    if shape.has_chains:
+        arrays["num_passes"][:] = 0
+        if num_passes is not None:
+            arrays["num_passes"][:n] = num_passes
     if states is not None and shape.has_states:
         arrays["states"][:, :n] = states
     if shape.has_trees:

@@ -8,20 +8,29 @@ graph would compute can be tested there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from specdec.cache.recurrent.opaque import SnapshotPool
+from specdec.cache.recurrent.pool import StatePool
 from specdec.core.errors import reason_of
 from specdec.executor.derive import DerivedStep
+from specdec.models.loading import LoadedModel
 
 logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
+Output = TypeVar("Output")
 
 _SIZES = (16, 32, 64, 128, 256, 512)
 _SIZE_STEP = 256
 """Beyond those sizes: so that at most a third of a step is padding, in as few graphs as that takes."""
+_CHAIN_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""At most a third of a chain's passes are in vain."""
 _NUM_WARMUPS = 2
 """Runs before a size is recorded: kernels are compiled and libraries take their workspaces in them."""
 
@@ -37,6 +46,8 @@ class ExecutorLimits:
         max_draft_tokens: Most draft tokens of a row.
         has_trees: Whether drafts may be trees.
         num_extra_words: Room for what goes to the device along with a step; see :meth:`ModelRunner.forward`.
+        num_chained_passes: Most passes of a chain; see :mod:`specdec.executor.chains`. 0 records none.
+        num_guesses: Most other tokens that are ranked beside each of a chain.
     """
 
     max_rows: int
@@ -45,6 +56,14 @@ class ExecutorLimits:
     max_draft_tokens: int = 0
     has_trees: bool = False
     num_extra_words: int = 0
+    num_chained_passes: int = 0
+    num_guesses: int = 0
+
+    @property
+    def chain_lengths(self) -> tuple[int, ...]:
+        """Numbers of passes that chains are recorded with, ascending."""
+        most = self.num_chained_passes
+        return tuple(sorted({min(length, most) for length in _CHAIN_LENGTHS})) if most else ()
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -73,30 +92,29 @@ class PassOutput:
     hidden: tuple[Tensor, ...] = ()
 
 
-class StepGraphs:
-    """The passes of each size.
+class Graphs(Generic[Key, Output]):
+    """Functions without arguments that are recorded by what they are for, and launched.
 
     Args:
-        run: Runs a pass over so many tokens, whose input is on the device; it may neither wait for the device nor
-            copy to it.
+        run: Computes what a key names, of an input that is on the device; it may neither wait for the device nor copy
+            to it.
         device: Where it runs.
 
     Attributes:
         num_bytes: Memory of the device that recording took.
     """
 
-    def __init__(self, run: Callable[[int], PassOutput], device: torch.device) -> None:
+    def __init__(self, run: Callable[[Key], Output], device: torch.device) -> None:
         self._run, self._device = run, device
         self.num_bytes = 0
-        self._sizes: tuple[int, ...] = ()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PassOutput]] = {}
-        self._kept: tuple[Tensor, ...] = ()
+        self._keys: tuple[Key, ...] = ()
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Output]] = {}
 
-    def record(self, sizes: Sequence[int]) -> str:
-        """Record every size, the largest first: the others find their memory in its pool.
+    def record(self, keys: Sequence[Key]) -> str:
+        """Record every key, the largest first: the others find their memory in its pool.
 
         Args:
-            sizes: Numbers of tokens, ascending.
+            keys: What is recorded, the largest last.
 
         Returns:
             Why the model cannot be recorded, for example because it waits for the device; empty if it was.
@@ -105,34 +123,34 @@ class StepGraphs:
             before, _ = torch.cuda.mem_get_info(self._device)
             try:
                 with torch.cuda.device(self._device), torch.inference_mode():
-                    self._record(sizes)
+                    self._record(keys)
                     for graph, _ in self._graphs.values():
                         graph.replay()  # takes what memory it still needs, and shows that it can be launched
             except Exception as error:  # of the model's code, a library, or a compiler of kernels
                 logger.info("A step cannot be recorded", exc_info=True)
                 self._graphs.clear()
-                self._kept = ()
+                self._forget_kept()
                 torch.cuda.empty_cache()
                 return f"its step cannot be recorded: {reason_of(error)}"
             torch.cuda.synchronize(self._device)
             self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
-        self._sizes = tuple(sizes)
+        self._keys = tuple(keys)
         return ""
 
-    def _record(self, sizes: Sequence[int]) -> None:
+    def _record(self, keys: Sequence[Key]) -> None:
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
-        for size in reversed(sizes):
+        for key in reversed(keys):
             with torch.cuda.stream(stream):
                 for _ in range(_NUM_WARMUPS):
-                    self._run(size)
+                    self._run(key)
             graph, failure = torch.cuda.CUDAGraph(), None
             try:
                 # Other threads of the process may copy and allocate meanwhile.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     try:
-                        output = self._keep(self._run(size))
+                        output = self._keep(self._run(key))
                     except Exception as error:
                         failure = error
                         raise
@@ -140,8 +158,35 @@ class StepGraphs:
                 # To end a capture that has failed fails too, which leaves its stream the current one.
                 torch.cuda.set_stream(current)
                 raise (failure or error) from None
-            self._graphs[size] = graph, output
+            self._graphs[key] = graph, output
         current.wait_stream(stream)
+
+    def _keep(self, output: Output) -> Output:
+        """What stays of an output when the next key is recorded."""
+        return output
+
+    def _forget_kept(self) -> None:
+        """Free what :meth:`_keep` has taken."""
+
+    def launch(self, key: Key) -> Output:
+        """Put what a key names in the device's queue.
+
+        Args:
+            key: One that is recorded.
+        """
+        if self._device.type != "cuda":
+            return self._run(key)
+        graph, output = self._graphs[key]
+        graph.replay()
+        return output
+
+
+class StepGraphs(Graphs[int, PassOutput]):
+    """The passes of each size, by their numbers of tokens. For arguments see :class:`Graphs`."""
+
+    def __init__(self, run: Callable[[int], PassOutput], device: torch.device) -> None:
+        super().__init__(run, device)
+        self._kept: tuple[Tensor, ...] = ()
 
     def _keep(self, output: PassOutput) -> PassOutput:
         """Copy what is large into memory that all sizes share; what a graph has allocated is free for the next one."""
@@ -150,6 +195,9 @@ class StepGraphs:
             self._kept = tuple(map(torch.empty_like, large))  # the first size is the largest
         kept = [to[: len(of)].copy_(of) for to, of in zip(self._kept, large, strict=True)]
         return replace(output, logits=kept[0], hidden=tuple(kept[1:]))
+
+    def _forget_kept(self) -> None:
+        self._kept = ()
 
     def size_for(self, num_tokens: int, num_logits: int) -> int | None:
         """The least size that holds a step.
@@ -163,16 +211,25 @@ class StepGraphs:
         """
         if num_tokens > _SIZES[-1] and 2 * num_logits < num_tokens:
             return None
-        return next((size for size in self._sizes if size >= num_tokens), None)
+        return next((size for size in self._keys if size >= num_tokens), None)
 
-    def launch(self, size: int) -> PassOutput:
-        """Put a pass in the device's queue.
 
-        Args:
-            size: As :meth:`size_for` gives it.
-        """
-        if self._device.type != "cuda":
-            return self._run(size)
-        graph, output = self._graphs[size]
-        graph.replay()
-        return output
+def unrecordable(loaded: LoadedModel, kernel: str, states: StatePool | SnapshotPool | None) -> str:
+    """What of a model cannot be in a graph; empty if nothing.
+
+    Args:
+        loaded: The model.
+        kernel: How attention reads the cache.
+        states: Its recurrent states.
+    """
+    if loaded.opaque_state is not None:
+        return "its recurrent state can only be copied"
+    if isinstance(states, StatePool) and states.kernels is None:
+        return "its recurrent layers have kernels for a GPU and Triton only"
+    if any(layer.is_latent for layer in loaded.attention_layers):
+        return "it expands what it caches"
+    if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
+        return "it is on several devices"
+    if kernel == "gather" and loaded.device.type != "cpu":
+        return "its attention kernel reads sizes back"
+    return ""

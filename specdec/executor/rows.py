@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.cache.blocks import CachedSequence
+from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.cache.recurrent.pool import StatePool
 from specdec.cache.recurrent.slots import SequenceState, Window
+from specdec.executor.steps import StepRows
 from specdec.executor.tiles import RowPart
 from specdec.kernels.recurrent_metadata import StateRow
 from specdec.models.lora.slots import AdapterRun
@@ -50,6 +52,53 @@ class HeadInput(NamedTuple):
     start: int
     tokens: Sequence[int]
     parents: Sequence[int] = ()
+
+
+def lay_out_rows(
+    rows: Sequence[RowInput],
+    vocab_size: int,
+    pool: BlockPool,
+    has_states: bool,
+    num_passes: NDArray[np.int64] | None = None,
+) -> StepRows:
+    """All rows' tokens behind one another, and their numbers.
+
+    Args:
+        rows: At least one; no sequence twice.
+        vocab_size: The model's.
+        pool: In which room is reserved.
+        has_states: Whether sequences have recurrent states.
+        num_passes: See :class:`StepRows`.
+
+    Raises:
+        ValueError: see :meth:`ModelRunner.forward`.
+    """
+    if not rows or len({row.sequence for row in rows}) != len(rows):
+        raise ValueError("rows must not be empty, nor hold a sequence twice")
+    counts = np.array([len(row.tokens) for row in rows])
+    cached = np.array([len(row.sequence.tokens.array) for row in rows])
+    logits = np.array([row.num_logits for row in rows])
+    room = np.array([row.sequence.room for row in rows])
+    is_wrong = (counts < 1) | (logits < 0) | (logits > counts)
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
+        raise ValueError(f"num_logits must be in [0, {counts[row]}], the number of tokens, got {logits[row]}")
+    tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64)
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(f"tokens must be in [0, {vocab_size})")
+    parents = {i: row.parents for i, row in enumerate(rows) if row.parents}
+    laid_out = StepRows(tokens.astype(np.int32), counts, cached, logits, parents, num_passes=num_passes)
+    needed = laid_out.lengths_after
+    has_none = needed > room
+    for row in [i for i, one in enumerate(rows) if one.sequence.may_share_tail]:
+        has_none[row] = not pool.is_reserved(rows[row].sequence, int(needed[row]))
+    if has_none.any():
+        row = int(has_none.argmax())
+        raise ValueError(f"no room is reserved for {needed[row] - cached[row]} tokens after position {cached[row]}")
+    for sequence in [row.sequence for row in rows] if has_states else ():
+        if sequence.state is None or sequence.state.oldest > len(sequence.tokens):
+            raise ValueError("no room is reserved for the recurrent state, or a failed step has spoilt it")
+    return laid_out
 
 
 def adapter_runs(rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[AdapterRun]:

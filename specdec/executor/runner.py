@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +18,21 @@ from specdec.cache.recurrent.binding import bind
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.core.errors import reason_of
+from specdec.executor.chains import ChainGraphs, ChainsRead, TokenChooser
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
-from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs
+from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs, unrecordable
 from specdec.executor.paged_cache import PagedCache, group_window
-from specdec.executor.rows import HeadInput, RowInput, adapter_runs, keep_states, state_array, state_moves, state_row
+from specdec.executor.rows import (
+    HeadInput,
+    RowInput,
+    adapter_runs,
+    keep_states,
+    lay_out_rows,
+    state_array,
+    state_moves,
+    state_row,
+)
 from specdec.executor.sequence_cache import SequenceCache
 from specdec.executor.steps import StepRows, Steps
 from specdec.executor.tiles import RowPart, tiles_of
@@ -76,6 +85,7 @@ class ModelRunner(SequenceCache):
         extra: What came along with the newest step's upload; see :meth:`forward`.
         is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
             and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
+        limits: The largest step, where steps are recorded.
         graphs_failure: After :meth:`record_graphs`, why steps are not recorded; empty where they are.
         compile_failure: After :meth:`record_graphs`, why layers are not compiled; empty where they are.
         graphs_bytes: Memory of the device that recorded steps take.
@@ -126,10 +136,11 @@ class ModelRunner(SequenceCache):
             kernel = choose_kernel(loaded)
             kernel = "tiled" if tile_tokens is not None and kernel == "gather" else kernel
         self._kernel = kernel
-        self._limits: ExecutorLimits | None = None
+        self.limits: ExecutorLimits | None = None
         self._steps = Steps(self.pool, loaded.device, tile_tokens=tile_tokens or 1)
         self._graphs: StepGraphs | None = None
         self._adapter_graphs: StepGraphs | None = None
+        self._chains: ChainGraphs | None = None
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
         self._layers: CompiledLayers | None = None
         self._padding_state: SequenceState | None = None
@@ -181,7 +192,7 @@ class ModelRunner(SequenceCache):
     @property
     def takes_trees(self) -> bool:
         """Whether the new tokens of a row may be a tree: a recurrent state has one past only."""
-        if self._limits is not None and not self._limits.has_trees:
+        if self.limits is not None and not self.limits.has_trees:
             return False
         return self.states is None and self.loaded.opaque_state is None
 
@@ -228,6 +239,35 @@ class ModelRunner(SequenceCache):
         """
         return self._finish(self._launch(rows, tokens, extra))
 
+    @torch.inference_mode()
+    def forward_chains(
+        self, rows: Sequence[RowInput], num_passes: Sequence[int], extra: Sequence[NDArray[Any]]
+    ) -> ChainsRead | None:
+        """Draw a token for the first rows, read it, and draw the next one, in one launch; see :meth:`set_tokens`.
+
+        Args:
+            rows: As for :meth:`forward`: first those that draw, with one row of logits each, then others with none.
+            num_passes: Of each row that draws how many tokens are drawn, all but the last of which are read: room for
+                them is reserved. The largest comes first.
+            extra: What the chooser is given.
+
+        Returns:
+            What was drawn; None, with nothing done, where such a step is not recorded.
+        """
+        num_tokens = sum(len(row.tokens) for row in rows)
+        key = None if self._chains is None else self._chains.key_for(num_tokens, num_passes[0])
+        if self._chains is None or key is None or any(row.adapter is not None for row in rows):
+            return None
+        passes = np.array([*num_passes, *[1] * (len(rows) - len(num_passes))])
+        own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, False, passes)
+        self._prepare_blocks()
+        with self._steps.sent_anew_on_failure():
+            self._chains.launch_step(key, [row.sequence for row in rows], own, extra)
+        self.progress.advance(self.loaded.device)
+        for row, count in zip(rows, passes.tolist(), strict=True):
+            row.sequence.tokens.extend([*row.tokens, *[0] * (count - 1)])
+        return self._chains.collect(own, num_passes)
+
     def set_tokens(self, sequence: CachedSequence, start: int, tokens: Sequence[int]) -> None:
         """Say which tokens were read from position ``start`` on, all of whose numbers are known by now."""
         sequence.tokens.truncate(start)
@@ -268,7 +308,7 @@ class ModelRunner(SequenceCache):
         self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
     ) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
-        own = self._lay_out(rows)
+        own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, self.states is not None)
         self._prepare_blocks()
         sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
         num_logits = int(own.num_logits.sum())
@@ -393,7 +433,7 @@ class ModelRunner(SequenceCache):
             if row.start + len(row.tokens) > row.sequence.room:
                 raise ValueError(f"no room is reserved for {len(row.tokens)} tokens of heads from {row.start} on")
         own = StepRows(
-            np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int32),
+            np.array([token for row in rows for token in row.tokens], np.int32),
             counts,
             np.array([row.start for row in rows], np.int64),
             counts,
@@ -432,7 +472,7 @@ class ModelRunner(SequenceCache):
             limits: The largest step.
             backend: What compiles the layers; None does not compile them.
         """
-        self.graphs_failure = self._unrecordable()
+        self.graphs_failure = unrecordable(self.loaded, self._kernel, self.states)
         if self.graphs_failure:
             return
         may_adapt = self.loaded.adapters is not None and self.tile_tokens is None
@@ -451,19 +491,37 @@ class ModelRunner(SequenceCache):
             self.graphs_failure = graphs.record(limits.graph_sizes)
         if may_adapt and not self.graphs_failure:
             self.graphs_failure = adapted.record(limits.graph_sizes)
-        for number, group in enumerate(self.pool.groups):
-            self._cache.clear(number, [group.null_block])  # what padding has written
+        self._clear_padding()
         if not self.graphs_failure:
             self._steps.forget()
-            self._steps, self._limits, self._graphs = steps, limits, graphs
+            self._steps, self.limits, self._graphs = steps, limits, graphs
             self._adapter_graphs = adapted if may_adapt else None
             self.graphs_bytes = graphs.num_bytes + adapted.num_bytes
+
+    def record_chains(self, chooser: TokenChooser) -> str:
+        """Record passes that draw tokens and read them, as :attr:`limits` say; gives why they cannot be."""
+        if self.limits is None:
+            return "steps are not recorded"
+        if self.states is not None:
+            return "it has recurrent layers"
+        chains = ChainGraphs(self._steps, partial(self._run, self._steps), chooser, self.limits, self.loaded.device)
+        failure = chains.record_all()
+        self._clear_padding()
+        self._steps.forget()
+        if not failure:
+            self._chains = chains
+            self.graphs_bytes += chains.num_bytes
+        return failure
+
+    def _clear_padding(self) -> None:
+        for number, group in enumerate(self.pool.groups):
+            self._cache.clear(number, [group.null_block])
 
     def forget_graphs(self) -> None:
         """Undo :meth:`record_graphs`: the model may get another runner."""
         if self._layers is not None:
             self._layers.undo()
-        self._layers = self._limits = self._graphs = self._adapter_graphs = None
+        self._layers = self.limits = self._graphs = self._adapter_graphs = self._chains = None
         self._steps = Steps(self.pool, self.loaded.device)
 
     @torch.inference_mode()
@@ -490,21 +548,6 @@ class ModelRunner(SequenceCache):
     def uncompiled(self) -> AbstractContextManager[None]:
         """Within, the model runs operator by operator, also where its layers are compiled."""
         return nullcontext() if self._layers is None else self._layers.not_used()
-
-    def _unrecordable(self) -> str:
-        """What of the model cannot be in a graph; empty if nothing."""
-        layers = self.loaded.attention_layers
-        if self.loaded.opaque_state is not None:
-            return "its recurrent state can only be copied"
-        if isinstance(self.states, StatePool) and self.states.kernels is None:
-            return "its recurrent layers have kernels for a GPU and Triton only"
-        if any(layer.is_latent for layer in layers):
-            return "it expands what it caches"
-        if len({parameter.device for parameter in self.loaded.model.parameters()}) > 1:
-            return "it is on several devices"
-        if self._kernel == "gather" and self.loaded.device.type != "cpu":
-            return "its attention kernel reads sizes back"
-        return ""
 
     def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
         """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
@@ -533,37 +576,6 @@ class ModelRunner(SequenceCache):
             assert self._padding_state is not None
             own.append(state_row(start, num_tokens - start, 0, self._padding_state, self.states.window))
         self.states.begin(StateStep(own, num_tokens, self.states.window))
-
-    def _lay_out(self, rows: Sequence[RowInput]) -> StepRows:
-        """All rows' tokens behind one another, and their numbers."""
-        if not rows or len({row.sequence for row in rows}) != len(rows):
-            raise ValueError("rows must not be empty, nor hold a sequence twice")
-        counts = np.array([len(row.tokens) for row in rows])
-        cached = np.array([len(row.sequence.tokens.array) for row in rows])
-        logits = np.array([row.num_logits for row in rows])
-        room = np.array([row.sequence.room for row in rows])
-        is_wrong = (counts < 1) | (logits < 0) | (logits > counts)
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
-            raise ValueError(f"num_logits must be in [0, {counts[row]}], the number of tokens, got {logits[row]}")
-        tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64)
-        if not 0 <= tokens.min() <= tokens.max() < self.loaded.vocab_size:
-            raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
-        has_none = cached + counts > room
-        for row in [i for i, one in enumerate(rows) if one.sequence.may_share_tail]:
-            has_none[row] = not self.pool.is_reserved(rows[row].sequence, int(cached[row] + counts[row]))
-        if has_none.any():
-            row = int(has_none.argmax())
-            raise ValueError(f"no room is reserved for {counts[row]} tokens after position {cached[row]}")
-        if self.states is not None:
-            self._check_states(rows)
-        parents = {i: row.parents for i, row in enumerate(rows) if row.parents}
-        return StepRows(tokens.astype(np.int32), counts, cached, logits, parents)
-
-    def _check_states(self, rows: Sequence[RowInput]) -> None:
-        for sequence in (row.sequence for row in rows):
-            if sequence.state is None or sequence.state.oldest > len(sequence.tokens):
-                raise ValueError("no room is reserved for the recurrent state, or a failed step has spoilt it")
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         if self._vocab_size == self.loaded.vocab_size:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from specdec.cache.recurrent.opaque import SnapshotPool, run_opaque
 from specdec.cache.recurrent.slots import Window
 from specdec.core.errors import ModelLoadError
-from specdec.executor.rows import RowInput
+from specdec.executor.rows import RowInput, lay_out_rows
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel
 
@@ -64,7 +64,7 @@ class SnapshotRunner(ModelRunner):
     ) -> torch.Tensor:
         """As :meth:`ModelRunner.forward`; all tokens are known, and nothing comes along."""
         assert tokens is None
-        own = self._lay_out(rows)
+        own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, self.states is not None)
         for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
             group.prepare(lambda _: None, lambda _: None)
         wanted, finite_tokens, finite_logits = [], [], []

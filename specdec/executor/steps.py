@@ -18,7 +18,7 @@ from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.executor.derive import DerivedStep, Deriver, StepShape, lay_out
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.slots import SlotShape, SlotState, SlotTable, SlotUpdates
-from specdec.executor.staging import Staging, num_words_of
+from specdec.executor.staging import Staging, Tensors, num_words_of
 from specdec.kernels.attention import GroupStep, StepBounds
 
 _MIN_SLOTS, _MIN_BLOCKS, _MIN_TOKENS = 8, 16, 16
@@ -37,6 +37,7 @@ class StepRows:
         parents: By index the rows that end with a tree; see :class:`specdec.executor.rows.RowInput`.
         states: [4, R], each row's recurrent state; see :attr:`specdec.executor.derive.StepShape.layout`.
         adapters: [R], slots of the rows' adapters, -1 for none; None where no row uses one.
+        num_passes: [R], how many passes each row has a part in, a token in each but the first; None for a step of one.
     """
 
     tokens: NDArray[np.int32]
@@ -46,6 +47,13 @@ class StepRows:
     parents: Mapping[int, Sequence[int]]
     states: NDArray[np.int64] | None = None
     adapters: NDArray[np.int64] | None = None
+    num_passes: NDArray[np.int64] | None = None
+
+    @property
+    def lengths_after(self) -> NDArray[np.int64]:
+        """How many tokens the device has of each row behind the last pass."""
+        after = self.num_cached + self.num_tokens
+        return after if self.num_passes is None else after + self.num_passes - 1
 
 
 class Steps:
@@ -86,7 +94,8 @@ class Steps:
             self._make_state(2 * limits.max_rows, pool.blocks_for(limits.max_length) + 1)
             max_tokens = max(limits.max_tokens, limits.graph_sizes[-1])
             shape = _step_shape(limits.max_rows, max_tokens, limits.has_trees)
-            self._make_step(replace(shape, has_states=has_states, has_adapters=has_adapters))
+            has_chains = limits.num_chained_passes > 0
+            self._make_step(replace(shape, has_states=has_states, has_adapters=has_adapters, has_chains=has_chains))
 
     @property
     def bounds(self) -> StepBounds:
@@ -133,7 +142,7 @@ class Steps:
         extra: Sequence[NDArray[Any]] = (),
     ) -> Sequence[torch.Tensor] | None:
         """The first half of :meth:`begin`."""
-        num_blocks = -(-(rows.num_cached + rows.num_tokens) // self._pool.block_size)
+        num_blocks = -(-rows.lengths_after // self._pool.block_size)
         self._make_room(sequences, rows, int(num_blocks.max()), num_words_of(extra))
         slots = np.array(self._slots.all_of(sequences))
         num_sent = np.array([sequence.num_sent for sequence in sequences])
@@ -153,16 +162,18 @@ class Steps:
         """Tokens of a step, filled up to whole tiles."""
         return -(-len(rows.tokens) // self._tile_tokens) * self._tile_tokens
 
-    def derive(self, num_tokens: int, *, is_padded: bool = True) -> DerivedStep:
+    def derive(self, num_tokens: int, *, is_padded: bool = True, given: Tensors | None = None) -> DerivedStep:
         """The second half: what the device makes of the newest upload.
 
         Args:
             num_tokens: Of the step, padding included.
             is_padded: False where there is none.
+            given: What it was given in place of the upload, whose differences it has taken.
         """
-        given = self.staging.tensors
-        if self._has_updates:
-            self._deriver.apply_updates(given)
+        if given is None:
+            given = self.staging.tensors
+            if self._has_updates:
+                self._deriver.apply_updates(given)
         step = self._deriver.derive(given, num_tokens, is_padded=is_padded)
         self._deriver.advance_all(given)
         return step
@@ -182,10 +193,10 @@ class Steps:
         for sequence in self._slots:
             sequence.num_sent = 0
 
-    def upload_nothing(self) -> None:
-        """Upload a step that is padding alone."""
+    def upload_nothing(self, extra: Sequence[NDArray[Any]] = ()) -> Sequence[torch.Tensor]:
+        """Upload a step that is padding alone; gives ``extra`` on the device."""
         none = np.zeros(0, np.int64)
-        self._lay_out(none, StepRows(none.astype(np.int32), none, none, none, {}))
+        return self._lay_out(none, StepRows(none.astype(np.int32), none, none, none, {}), extra)
 
     def _lay_out(
         self, slots: NDArray[np.int64], rows: StepRows, extra: Sequence[NDArray[Any]] = ()
@@ -212,6 +223,7 @@ class Steps:
             parents=rows.parents,
             states=rows.states,
             adapters=rows.adapters,
+            num_passes=rows.num_passes,
             is_checked=not rows.parents,
         )
         return self.staging.upload(extra)
@@ -221,7 +233,7 @@ class Steps:
         is_other = self._lengths[slots] != rows.num_cached
         if is_other.any():
             self._updates.set_lengths(slots[is_other], rows.num_cached[is_other])
-        self._lengths[slots] = rows.num_cached + rows.num_tokens
+        self._lengths[slots] = rows.lengths_after
 
     def logit_tokens(self, step: DerivedStep, num_logits: int) -> torch.Tensor:
         """The tokens of the newest step whose logits are wanted: int32 [num_logits]."""

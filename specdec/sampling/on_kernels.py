@@ -109,6 +109,11 @@ class KernelSampler:
         self._newest: _Newest | None = None
         self._staged: tuple[Sequence[Tensor], SampleStep] | None = None
 
+    @property
+    def vocab_size(self) -> int:
+        """As given."""
+        return self._vocab_size
+
     def sample(self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> Tensor:
         """The coupled rule's token for every row: int32 [N], overwritten by the next step.
 
@@ -196,7 +201,7 @@ class KernelSampler:
         if laid_out.options["penalties"]:
             counts.apply(*sent[-len(Changes._fields) :])
         if self._staged is None or self._staged[0] is not sent or self._staged[1].counts is not counts.counts:
-            self._staged = sent, _on_device(arrays, counts)
+            self._staged = sent, on_device_as(arrays, counts)
         return StagedStep(self._staged[1], laid_out.options, asking)
 
     def _sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
@@ -328,7 +333,7 @@ _ALONE = (
 
 
 def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, ...]]) -> list[NDArray[Any]]:
-    """The arrays of a step but for what is kept by slot; those of one type and size in one: see :func:`_on_device`."""
+    """The arrays of a step but for what is kept by slot; some in one array: see :func:`on_device_as`."""
     parameters, counts, starts = edits.parameters, np.array(rows.counts, np.int32), np.array(rows.starts, np.int32)
     by_row = np.empty((len(_BY_ROW), rows.num_rows), np.int32)
     by_row[0] = np.arange(len(counts)).repeat(counts)
@@ -361,7 +366,8 @@ def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, .
     ]
 
 
-def _on_device(sent: Sequence[Tensor], counts: TokenCounts) -> SampleStep:
+def on_device_as(sent: Sequence[Tensor], counts: TokenCounts) -> SampleStep:
+    """The arrays of a step by their names, but for the last ones of :attr:`LaidOut.arrays`."""
     by_row, by_group, floats, *alone = sent
     fields = zip(
         (*_BY_ROW, *_BY_GROUP, *_FLOATS), (*by_row.unbind(), *by_group.unbind(), *floats.unbind()), strict=True

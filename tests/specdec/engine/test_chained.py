@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from specdec.core.backends import DraftJob, Proposal, Status
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
+from specdec.executor.chains import ChainGraphs
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 MAX_MODEL_LEN = 60
@@ -37,14 +42,19 @@ class Counted(ModelRunner):
 
 
 def make_drafter(
-    family: str, num_chained_passes: int, *, is_padded: bool = False, num_blocks: int = 200
+    family: str,
+    num_chained_passes: int,
+    *,
+    limits: ExecutorLimits | None = None,
+    num_blocks: int = 200,
+    on_kernels: bool = False,
 ) -> ModelDrafter:
     runner = Counted(prepare_model(make_model(family), "tiny"), num_blocks=num_blocks, block_size=4)
-    if is_padded:
-        runner.record_graphs(LIMITS)
+    if limits is not None:
+        runner.record_graphs(limits)
     return ModelDrafter(
         runner,
-        Sampler(VOCAB_SIZE),
+        Sampler(VOCAB_SIZE, on_kernels=on_kernels),
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=128,
         max_num_seqs=16,
@@ -82,18 +92,43 @@ def same(got: list[list[Proposal]], want: list[list[Proposal]]) -> None:
             assert one.likelihoods == pytest.approx(other.likelihoods, abs=1e-4)
 
 
-@pytest.mark.parametrize(("family", "is_padded"), [("llama", False), ("llama", True), ("gemma3", True)])
-def test_a_step_of_several_passes_gives_what_several_steps_give(family: str, is_padded: bool) -> None:
+@pytest.mark.parametrize(("family", "limits"), [("llama", None), ("llama", LIMITS), ("gemma3", LIMITS)])
+def test_a_step_of_several_passes_gives_what_several_steps_give(family: str, limits: ExecutorLimits | None) -> None:
+    chained, plain = make_drafter(family, 4, limits=limits), make_drafter(family, 1)
+    draw_from_both(chained, plain)
+    num_passes, num_plain = (drafter._runner.num_passes for drafter in (chained, plain))  # type: ignore[attr-defined]
+    assert num_passes < 1.5 * num_plain  # rows that read a prompt wait for more passes
+
+
+@interpreted
+def test_recorded_chains_give_what_several_steps_give() -> None:
+    """Of a model with windows; the interpreter takes seconds for a round."""
+    limits = replace(LIMITS, max_draft_tokens=3, num_chained_passes=6, num_guesses=3, num_extra_words=1 << 12)
+    chained, plain = (
+        make_drafter("gemma3", 6, limits=limits, on_kernels=True),
+        make_drafter("gemma3", 1, on_kernels=True),
+    )
+    with patch.object(ChainGraphs, "launch", autospec=True, side_effect=ChainGraphs.launch) as launch:
+        draw_from_both(chained, plain, num_texts=4, max_rounds=4)
+    assert len({call.args[1] for call in launch.call_args_list}) > 2
+    assert chained._runner.num_passes < launch.call_count  # type: ignore[attr-defined]
+    steps = chained._runner._steps  # a row has gone on as far as its own chain, and no further
+    known = np.flatnonzero(steps._lengths >= 0)
+    assert steps._state.tensors["num_computed_tokens"][known].tolist() == steps._lengths[known].tolist() != []
+
+
+def draw_from_both(
+    chained: ModelDrafter, plain: ModelDrafter, num_texts: int = 2 * len(PARAMS), max_rounds: int = 1000
+) -> None:
     """Over sequences that grow by some of their drafts and by other tokens, up to the longest that the model reads."""
     rng = random.Random(3)
-    chained, plain = make_drafter(family, 4, is_padded=is_padded), make_drafter(family, 1)
-    texts = {f"{i}": [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for i in range(2 * len(PARAMS))}
-    while texts:
-        jobs = []
+    texts = {f"{i}": [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for i in range(num_texts)}
+    for number in range(max_rounds):
+        jobs, longest = [], (6, 1, 3, 5)[number % 4]
         for key, text in texts.items():
             spec = SequenceSpec(PARAMS[int(key) % len(PARAMS)], int(key), 2, MAX_MODEL_LEN)
-            most = MAX_MODEL_LEN + 1 - len(text)
-            jobs.append(DraftJob(key, list(text), spec, 0, len(text), None, 2, min(most, rng.randint(1, 6))))
+            most = min(MAX_MODEL_LEN + 1 - len(text), rng.randint(1, longest))
+            jobs.append(DraftJob(key, list(text), spec, 0, len(text), None, 2, most))
         found = drawn(chained, jobs)
         same(found, drawn(plain, jobs))
         for job, proposals in zip(jobs, found, strict=True):
@@ -103,9 +138,9 @@ def test_a_step_of_several_passes_gives_what_several_steps_give(family: str, is_
                 del texts[job.key]
                 for drafter in (chained, plain):
                     drafter.release(job.key)
-    num_passes, num_plain = (drafter._runner.num_passes for drafter in (chained, plain))  # type: ignore[attr-defined]
-    assert num_passes < 1.5 * num_plain  # rows that read a prompt wait for more passes
-    assert chained.metrics()["kv_blocks_in_use"] == 0
+        if not texts:
+            assert chained.metrics()["kv_blocks_in_use"] == 0
+            return
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor import staging
-from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.graphs import ExecutorLimits, Graphs
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Arrays, Record
@@ -148,13 +148,14 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def all_finite(self: Record) -> Arrays:
         arrays = collect(self)
-        for name in arrays.keys() & {"flags", "values"}:
+        for name in arrays.keys() & {"flags", "values", "finite", "finite_tokens"}:
             arrays[name][:] = 1
         return arrays
 
     monkeypatch.setattr(Record, "collect", all_finite)
     # In inference mode operators would be dispatched whole, and those that wait would not be seen.
-    monkeypatch.setattr(ModelRunner, "forward", ModelRunner.forward.__wrapped__)  # type: ignore[attr-defined]
+    for name in "forward", "forward_chains":
+        monkeypatch.setattr(ModelRunner, name, getattr(ModelRunner, name).__wrapped__)
     with torch.no_grad():
         yield
 
@@ -192,9 +193,9 @@ class Target:
 class Drafter:
     """A drafter on ``meta``, and sequences for it."""
 
-    def __init__(self, features: Sequence[str], num_rows: int, num_passes: int) -> None:
+    def __init__(self, features: Sequence[str], num_rows: int, num_passes: int, **limits: int) -> None:
         self.runner = ModelRunner(on(META, "llama"), num_blocks=300, block_size=16, kernel="nothing:Nothing")
-        self.runner.record_graphs(ExecutorLimits(64, 512, 64, num_extra_words=1 << 15))
+        self.runner.record_graphs(ExecutorLimits(64, 512, 64, num_extra_words=1 << 15, **limits))
         self.backend = ModelDrafter(
             self.runner,
             Sampler(VOCAB_SIZE, on_kernels=True),
@@ -218,11 +219,11 @@ class Drafter:
             text += [token for token in tokens if token is not None]
 
 
-def counted(target: Target | Drafter) -> DeviceOnly:
+def counted(target: Target | Drafter, allows_indices: bool = False) -> DeviceOnly:
     """The mode, for a step like those before."""
     downloads.clear()
-    has_experts = target.runner.loaded.dtype == torch.bfloat16  # which transformers sorts by tensors of indices
-    return DeviceOnly(target.runner._steps.staging.words, allows_indices=has_experts)
+    allows_indices |= target.runner.loaded.dtype == torch.bfloat16  # experts, which transformers sorts by such tensors
+    return DeviceOnly(target.runner._steps.staging.words, allows_indices)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -302,6 +303,30 @@ def test_a_draft_is_an_upload_for_each_pass_and_one_download(
         with counted(drafter) as seen:
             drafter.step(num_tokens, num_guesses)
         assert (seen.num_uploads, len(downloads)) == (num_tokens, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("num_guesses", [0, 2])
+def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
+    num_tokens: int, num_guesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[object] = []
+    launch = Graphs.launch
+
+    def note(self: Graphs[Any, Any], key: object) -> object:
+        launched.append(key)
+        return launch(self, key)
+
+    monkeypatch.setattr(Graphs, "launch", note)
+    for num_rows in 1, 64:
+        drafter = Drafter(("greedy", "noise", "top_p"), num_rows, 8, num_chained_passes=8, num_guesses=3)
+        drafter.step(num_tokens, num_guesses)
+        drafter.step(num_tokens, num_guesses)
+        launched.clear()
+        with counted(drafter, allows_indices=True) as seen:  # transformers does, to keep some tokens' logits
+            drafter.step(num_tokens, num_guesses)
+        assert (seen.num_uploads, len(downloads)) == (1, 1)
+        assert launched == [(16 if num_rows == 1 else 64, num_tokens)]
 
 
 @pytest.mark.parametrize("feature", ["penalties", "others", "logprobs"])

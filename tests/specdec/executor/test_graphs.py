@@ -46,7 +46,7 @@ def overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(self: StepGraphs, size: int) -> PassOutput:
         output = self._run(size)
-        kept = memory.setdefault(id(self), output.logits.new_empty(self._sizes[-1], output.logits.shape[1]))[:size]
+        kept = memory.setdefault(id(self), output.logits.new_empty(self._keys[-1], output.logits.shape[1]))[:size]
         return replace(output, logits=kept.copy_(output.logits))
 
     monkeypatch.setattr(StepGraphs, "launch", launch)
