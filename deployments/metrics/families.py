@@ -167,7 +167,7 @@ REPORTED = [
     _gauge(
         _ROUTER,
         "num_without_drafter",
-        "Sequences that lack a drafter that they would have.",
+        "Sequences that should have a drafter and have none.",
         name="sequences_without_drafter",
     ),
     _gauge(
@@ -235,14 +235,21 @@ REPORTED = [
     _counter(
         _TARGET,
         "num_drafts_by_source",
-        "Drafts of a round.",
+        "Verified drafts, by what made them.",
         labels=("source",),
     ),
     _counter(_TARGET, "num_draft_tokens_by_source", "Draft tokens of these.", labels=("source",)),
     _counter(_TARGET, "num_accepted_tokens_by_source", "Draft tokens of these that were accepted.", labels=("source",)),
-    _counter(_TARGET, "num_drafts_by_drafter", "Drafts of a drafter.", labels=("drafter",)),
-    _counter(_TARGET, "num_draft_tokens_by_drafter", "Draft tokens that it had first.", labels=("drafter",)),
-    _counter(_TARGET, "num_accepted_tokens_by_drafter", "Those that were accepted.", labels=("drafter",)),
+    _counter(_TARGET, "num_drafts_by_drafter", "Verified drafts with tokens of a drafter.", labels=("drafter",)),
+    _counter(
+        _TARGET, "num_draft_tokens_by_drafter", "Its tokens in these that no better drafter had.", labels=("drafter",)
+    ),
+    _counter(
+        _TARGET,
+        "num_accepted_tokens_by_drafter",
+        "Its accepted tokens that no better drafter had.",
+        labels=("drafter",),
+    ),
     _counter(
         _TARGET,
         "num_failed_draft_steps",
