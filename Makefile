@@ -118,7 +118,7 @@ slice-statistics: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/{sampling,structured} tests/thorough/engine/test_{rules,branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
 
 slice-families: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/{cache,checkpoint,models} tests/thorough/models \
+	@$(PYTEST) $(TWO) --whole tests/specdec/{cache,checkpoint,models} tests/thorough/{models,kernels,executor} \
 		tests/thorough/engine/test_{families,recurrent,recurrent_branches,recurrent_faults,recurrent_loading,windows,quantized,adapters}.py $(ARGS)
 
 slice-protocol: $(DEV)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 WHOLE = False
@@ -21,3 +22,10 @@ def some(values: Iterable[T], count: int = 1) -> list[T]:
     if WHOLE or count >= len(found):
         return found
     return [found[(i + 1) * len(found) // count - 1] for i in range(count)] if count > 1 else found[-1:]
+
+
+def one_of_each(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each value of each parameter stands once at least; all combinations with ``--whole``."""
+    if WHOLE:
+        return list(dict.fromkeys(product(*values)))
+    return [tuple(of[i % len(of)] for of in values) for i in range(max(map(len, values)))]

@@ -21,6 +21,7 @@ from specdec.engine.engine import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.sizes import one_of_each
 from tests.specdec.drafting.eagle3_folders import write_eagle3
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, greedy, make_model, run
 from tests.specdec.models.families import VOCAB_SIZE
@@ -81,10 +82,12 @@ def serve(folder: Path, family: str, tree: int = 0, num_blocks: int = 300, **wri
     return InProcessService(ModelTarget(runner, sampler, **LENGTHS, heads=drafter), None, 0)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("family", "tree"), [("llama", 0), ("llama", 12), ("qwen3_5", 12)])
-def test_they_draft_and_no_token_changes(family: str, tree: int, temperature: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "temperature"), one_of_each([("llama", 0), ("llama", 12), ("qwen3_5", 12)], [0.0, 1.0])
+)
+def test_they_draft_and_no_token_changes(model: tuple[str, int], temperature: float, tmp_path: Path) -> None:
     """Hybrid targets take chains."""
+    family, tree = model
     service = serve(tmp_path, family, tree, layout="authors", num_blocks=36)
     cases = [
         replace(case, max_tokens=50, eos_token_ids=()) for case in make_cases(SamplingParams(temperature=temperature))

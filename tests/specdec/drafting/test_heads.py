@@ -23,6 +23,7 @@ from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.sizes import one_of_each
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, TIE, make_model, run
 from tests.specdec.models.families import VOCAB_SIZE
 from tests.thorough.engine.test_recurrent import make_cases
@@ -108,9 +109,7 @@ def test_the_configuration_names_it() -> None:
 SCHEDULES = {"whole": {}, "chunks": {"chunk": 7}, "preempted": {"num_blocks": 36}}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("tree", [0, 10])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("family", "tree", "schedule"), one_of_each(["llama", "gemma2"], [0, 10, 10], [*SCHEDULES]))
 def test_its_drafts_are_what_it_says_without_a_cache(family: str, tree: int, schedule: str) -> None:
     """A copy of the target that reads no first token: what is refused, moved, shared or lost is so for both."""
     stock, made = make_model(family), Drafts()
@@ -136,8 +135,7 @@ def test_its_drafts_are_what_it_says_without_a_cache(family: str, tree: int, sch
             assert logits[token] > best - TIE
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("tree", [0, 10])
+@pytest.mark.parametrize(("acceptance", "tree"), one_of_each(["coupled", "rejection"], [10, 0]))
 def test_no_token_depends_on_it(acceptance: str, tree: int) -> None:
     for temperature in (0.0, 1.0)[: 1 if acceptance == "rejection" else 2]:
         sampling = SamplingParams(temperature=temperature, top_p=0.95, acceptance=acceptance)

@@ -33,6 +33,7 @@ from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
+from tests.sizes import one_of_each
 from tests.specdec.executor.test_derive import BREAKS
 from tests.specdec.executor.test_steps import META, Nothing, on
 from tests.specdec.models.families import VOCAB_SIZE
@@ -226,8 +227,10 @@ def counted(target: Target | Drafter, allows_indices: bool = False) -> DeviceOnl
     return DeviceOnly(target.runner._steps.staging.words, allows_indices)
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("family", "is_padded"),
+    one_of_each(["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen2_moe"], [False, True]),
+)
 def test_a_whole_step_is_one_upload_and_one_download(family: str, is_padded: bool) -> None:
     """Where a step takes no block that another sequence had: such are cleared first, by their numbers."""
     for num_rows, num_drafts in (64, 0), (1, 3):
@@ -290,9 +293,13 @@ def test_each_way_of_sampling_is_one_upload_and_one_download(feature: str) -> No
         assert (seen.num_uploads, len(downloads)) == (1, 1)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4])
-@pytest.mark.parametrize("num_guesses", [0, 2])
-@pytest.mark.parametrize("features", [("greedy", "noise", "top_p"), ("greedy",)])
+FEATURES_OF_DRAFTS = [("greedy", "noise", "top_p"), ("greedy",)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_guesses", "features"),
+    one_of_each([1, 4, 1, 4], [0, 0, 2, 2], [*FEATURES_OF_DRAFTS, *reversed(FEATURES_OF_DRAFTS)]),
+)
 def test_a_draft_is_an_upload_for_each_pass_and_one_download(
     num_tokens: int, num_guesses: int, features: tuple[str, ...]
 ) -> None:

@@ -11,7 +11,7 @@ from specdec.core.params import SamplingParams
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.steps import StepRows
-from tests.sizes import sized, some
+from tests.sizes import one_of_each, sized, some
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run
 from tests.specdec.models.families import VOCAB_SIZE
 
@@ -56,8 +56,7 @@ def references() -> dict[str, tuple]:
     return made
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.parametrize(("family", "draft"), one_of_each(CHOSEN, DRAFTS))
 def test_greedy_output_is_that_of_transformers(family: str, draft: str, references: dict[str, tuple]) -> None:
     stock, wanted = references[family]
     for num_draft_tokens in sized((1, 8), (0, 1, 3, 8)):

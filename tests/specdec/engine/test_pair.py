@@ -21,6 +21,7 @@ from specdec.engine.engine import InProcessService
 from specdec.engine.pair import PairedTarget
 from specdec.engine.target import ModelTarget
 from specdec.engine.timing import StepTimer
+from tests.sizes import one_of_each
 from tests.specdec.engine.pairs import (
     Case,
     backend,
@@ -72,12 +73,13 @@ ROOMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, SAMPLED, replace(GREEDY, acceptance="rejection")], ids=["T0", "T1", "rule"]
-)
-@pytest.mark.parametrize("options", ROOMS.values(), ids=ROOMS)
-def test_the_tokens_are_those_without_drafts(sampling: SamplingParams, options: dict[str, Any]) -> None:
+SAMPLINGS = {"T0": GREEDY, "T1": SAMPLED, "rule": replace(GREEDY, acceptance="rejection")}
+
+
+@pytest.mark.parametrize(("of", "room"), one_of_each([*SAMPLINGS], [*ROOMS]))
+def test_the_tokens_are_those_without_drafts(of: str, room: str) -> None:
     """With room, with sequences of either model preempted, and with a draft model that reads less."""
+    sampling, options = SAMPLINGS[of], ROOMS[room]
     cases = make_cases(sampling, (None, 0, 1, 3, None))
     wanted = plainly([replace(case, sampling=replace(sampling, acceptance="coupled")) for case in cases])
     service_ = service(**options)

@@ -10,6 +10,7 @@ import torch
 from specdec.core.params import SamplingParams
 from specdec.sampling.acceptance import verify_coupled
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
+from tests.sizes import one_of_each
 
 from .reference import TableModel, make_spec, plain_decoding, random_params
 
@@ -37,8 +38,7 @@ def test_the_run_is_plain_decodings_whatever_the_draft(case: int) -> None:
         assert result.num_accepted == len(group.draft) or result.run[-1] != group.draft[result.num_accepted]
 
 
-@pytest.mark.parametrize("num_drafted", [0, 1, 4, 8])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("num_drafted", "temperature"), one_of_each([0, 1, 4, 8], [1.0, 0.0]))
 def test_whole_generations_do_not_depend_on_the_draft_length_or_company(num_drafted: int, temperature: float) -> None:
     model, draft_model = TableModel(VOCAB, 1), TableModel(VOCAB, 1)
     draft_model.table = model.table + 0.8 * TableModel(VOCAB, 2).table

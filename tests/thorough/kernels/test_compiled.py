@@ -17,9 +17,11 @@ from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionS
 from specdec.kernels.triton import recurrent
 from specdec.kernels.triton.attention import TritonAttention, write_cache
 from specdec.kernels.triton.sample import TritonSampler
+from tests.sizes import one_of_each, some
 from tests.thorough.kernels.compiling import compiled_for, examined
 
 META = torch.device("meta")
+CAPABILITIES = (80, 100, 90)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Heads, key heads, width of keys and of values, type.
 SHAPES = {
@@ -63,8 +65,7 @@ def launch(shape: AttentionShape, sizes: list[tuple[int, int]], layers: list[Att
         write_cache(keys.transpose(0, 1), product[:, 2], *pools, slots)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "capability"), one_of_each([*SHAPES], CAPABILITIES))
 def test_attention_spills_nothing(name: str, capability: int) -> None:
     sinks = torch.empty(SHAPES[name][0], device=META)
     layers = [AttentionLayer(0.1, window=4096, softcap=50.0, sinks=sinks)]
@@ -121,7 +122,7 @@ def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: in
     )
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", some(CAPABILITIES))
 def test_sampling_spills_nothing_and_rounds_each_operation(capability: int) -> None:
     vocab_size = 128_256
     sampler = TritonSampler(vocab_size, 512, 64, 16, META)
@@ -159,8 +160,7 @@ def recurrent_scan(kind: str) -> Scan:
     return DeltaRule(lambda: None, *keys, meta(32, 128), decay, meta(32), use_qk_l2norm_in_kernel=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("kind", ["delta_rule", "kimi", "mamba2", "mamba1"])
+@pytest.mark.parametrize(("kind", "capability"), one_of_each(["delta_rule", "kimi", "mamba2", "mamba1"], CAPABILITIES))
 def test_recurrent_layers_spill_nothing(kind: str, capability: int) -> None:
     found = recurrent_scan(kind)
     shapes = [(tuple(value.shape[2:]), value.dtype) for value in found.inputs]
