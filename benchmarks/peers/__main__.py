@@ -47,6 +47,8 @@ class Process:
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         if PEERS[key].packages:  # another Python must not find this one's packages
             environment.pop("PYTHONPATH", None)
+        else:
+            environment["PYTHONPATH"] = str(HERE.parents[1])
         self._answer_timeout_s = options.answer_timeout
         self._log = options.work / f"{key}.log"
         with self._log.open("w") as log:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import psutil
+import pytest
 
 from specdec.core.params import SamplingParams
 from specdec.drafting.ngram import NgramOptions
@@ -73,6 +74,7 @@ def play(service: InProcessService, rng: random.Random, num_sequences: int) -> i
     return num_cancelled
 
 
+@pytest.mark.timeout(sized(300, 3600))
 def test_sequences_that_have_ended_leave_nothing() -> None:
     now_s = [0.0]
     target = backend(ModelTarget, make_model("llama"), num_blocks=100)
