@@ -265,7 +265,7 @@ class Session(LeasedSequence):
     @property
     def drafting(self) -> tuple[WorkerLink, ...]:
         """Those of its links to drafters that its plan needs."""
-        named = self.plan.drafters
+        named = self.plan.drafters if len(self.drafters) > 1 else ()
         if not self.plan.num_draft_tokens or self.finish is not None:
             return ()
         return tuple(link for name, link in self.drafters.items() if not named or name in named)

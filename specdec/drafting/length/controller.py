@@ -7,10 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.core.messages import Notes, Plan
+from specdec.core.messages import DRAFTER, Notes, Plan
 from specdec.core.params import SequenceSpec
 from specdec.core.types import SpeculationMode
 from specdec.drafting.branches import branch_share
+from specdec.drafting.length.drafters import DrafterChoice
 from specdec.drafting.length.estimates import PRIOR_RATE, PRIOR_TRIALS, Acceptance, DecayedRate, kind_of, tally
 from specdec.drafting.length.modes import (
     MODES,
@@ -48,9 +49,13 @@ class Group:
         choice: What is followed now.
         conditions: As of the last review; None while too little is measured.
         probing: The sequence that probes.
+        drafters: Which of several draft.
+        named: Their names, as of the last review; none where all do.
     """
 
     choice: Choice = OFF
+    drafters: DrafterChoice = field(default_factory=DrafterChoice)
+    named: tuple[str, ...] = ()
     conditions: Conditions | None = None
     acceptance_rate: float = PRIOR_RATE
     guesses: DecayedRate = field(default_factory=DecayedRate)
@@ -178,7 +183,7 @@ class WorkerMetrics:
 
     def echoed(self, seconds: float) -> None:
         """An echo came; a busy drafter answers when its next step has ended, so that a step is taken off."""
-        step_s = self.steps.points[-1].seconds if self.kind == "drafter" and self.steps else 0.0
+        step_s = self.steps.points[-1].seconds if self.kind != "target" and self.steps else 0.0
         self._echoes_s = [*self._echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
 
     @property
@@ -300,6 +305,7 @@ class Controller(PlanController):
             names = "num_branch_hits", "num_branch_misses"
             hits, misses = (max(0.0, metrics.get(name, 0.0) - before.get(name, 0.0)) for name in names)
             self._groups[worker].guesses_reported(hits, misses)
+            self._groups[worker].drafters.count(before, metrics)
 
     def echoed(self, worker: str, seconds: float) -> None:
         """A worker answered a renewal so long after it was sent."""
@@ -335,6 +341,9 @@ class Controller(PlanController):
         branches = min(self.bounds.num_branches, room)
         bounds = replace(self.bounds, num_draft_tokens=longest, num_branches=branches)
         group.review(conditions, mean_rate, bounds, now_s)
+        if conditions is not None and group.choice != OFF:
+            kinds = {one.kind for one in self._drafters}
+            group.named = group.drafters.choose(kinds, conditions.target, conditions.num_rows, now_s)
         probing = group.probe(able) if conditions is not None else None
         plans = {
             seq: self._plan(self._sequences[seq], self._probe if seq == probing else group.choice, group)
@@ -349,7 +358,7 @@ class Controller(PlanController):
             return Plan()
         wait_s = SEQUENTIAL_WAIT_S if choice.mode == "sequential" else 0.0
         rate = round(10 * self._rate(one)) / 10  # one that only drifts a little is not worth a message
-        return Plan(length, choice.num_branches, rate, choice.mode, wait_s)
+        return Plan(length, choice.num_branches, rate, choice.mode, wait_s, group.named)
 
     def _rate(self, one: Tracked) -> float:
         return self._acceptance.rate((one.kind,))
@@ -357,9 +366,12 @@ class Controller(PlanController):
     def _conditions(self, target: str, num_rows: int, guess_rate: float) -> tuple[Conditions | None, int]:
         """None while too little was measured; and for how many branches of a sequence a drafter has room."""
         of_worker, known = self._workers.get(target), [one for one in self._drafters if one.steps]
+        # Those of one drafter are alike; where there are several, the service's first counts as long as it is there.
+        kind = min((one.kind for one in known), key=lambda kind: (kind != DRAFTER, kind), default=DRAFTER)
+        known = [one for one in known if one.kind == kind]
         if of_worker is None or not of_worker.steps or not known:
             return None, 0
-        drafter, num_draft_rows = known[0], max(1, -(-self._num_able // len(known)))  # drafters are alike
+        drafter, num_draft_rows = known[0], max(1, -(-self._num_able // len(known)))
         num_rows, trips_s = max(num_rows, of_worker.num_sequences), of_worker.round_trip_s + drafter.round_trip_s
         found = Conditions(
             of_worker.profile,
@@ -391,7 +403,7 @@ class Controller(PlanController):
 
     @property
     def _drafters(self) -> list[WorkerMetrics]:
-        return [one for one in self._workers.values() if one.kind == "drafter"]
+        return [one for one in self._workers.values() if one.kind != "target"]
 
     def metrics(self) -> dict[str, float]:
         """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from specdec.core.messages import Notes
+from specdec.core.messages import DRAFTER, Notes
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.controller import Controller, Group
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Planner, fixed_plan
@@ -125,3 +127,53 @@ def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPa
     decided("b", 10.0)
     decided("a", 10.0, 10.5, 11.5)
     assert measured == [0.5, 1.0]
+
+
+ONE = Pair(0.7, 0.2, free_tokens=64)
+
+
+def with_others(*others: tuple[float, float]) -> Service:
+    return Service(replace(ONE, others=others))
+
+
+def plans_of(service: Service) -> set[tuple[str, ...]]:
+    """Which drafters are named by the plans of the sequences that are there."""
+    return {session.plan.drafters for session in service.router._sessions}
+
+
+@pytest.mark.parametrize(("mode", "gain"), [("overlap", 1.15), ("outcomes", 1.1)])
+def test_two_drafters_are_right_more_often_than_one(mode: str, gain: float) -> None:
+    """Independent errors, one stream, a target with time for both."""
+    plan = fixed_plan(4, "overlap", num_branches=BRANCHES if mode == "outcomes" else 0)
+    alone = rate(Service(ONE, plan), 1, 80, 300)
+    both = rate(Service(replace(ONE, others=((0.7, 0.2),)), plan), 1, 80, 300)
+    assert both > gain * alone
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_a_drafter_that_lies_or_is_late_costs_little_and_is_dropped(num_sequences: int) -> None:
+    alone = rate(Service(ONE), num_sequences, 150, 200)
+    for other in ((0.0, 0.2), (0.9, 5.0)):
+        service = with_others(other)
+        assert rate(service, num_sequences, 150, 200) > 0.95 * alone
+        assert plans_of(service) <= {(), (DRAFTER,)}
+        named = [group.named for group in service.controller._groups.values()]
+        assert named == [(DRAFTER,)] or plans_of(service) == {()}, "it rests, or nothing is drafted at all"
+
+
+def test_the_second_drafter_goes_by_itself_where_the_target_has_no_time_for_it() -> None:
+    one, many = with_others((0.5, 0.2)), with_others((0.5, 0.2))
+    rate(one, 1, 150, 200)
+    assert plans_of(one) == {()}
+    rate(many, 32, 150, 100)
+    assert plans_of(many) == {(DRAFTER,)}
+
+
+def test_one_of_two_drafters_that_is_lost_is_done_without() -> None:
+    service = with_others((0.9, 0.1))
+    service.begin(1)
+    service.run_rounds(50)
+    service.router.worker_lost(DRAFTER, service.now_s)
+    service.run_for(1.0)
+    num_drafts, _, _ = service.run_rounds(100)
+    assert num_drafts > 80

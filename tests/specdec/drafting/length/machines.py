@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
-from specdec.core.messages import Message
+from specdec.core.messages import DRAFTER, Message
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import Bounds
@@ -44,6 +44,7 @@ class Pair:
         hit: How often the true token is among the draft's next three guesses where its first is refused.
         free_tokens: A target step grows in proportion to its tokens beyond so many.
         beside: How many times longer a target step takes while the drafter works, as on processors that they share.
+        others: Of further drafters, alpha and cost; what they are wrong at does not depend on the others.
     """
 
     alpha: float
@@ -51,16 +52,28 @@ class Pair:
     hit: float = 0.9
     free_tokens: int = 512
     beside: float = 1.0
+    others: tuple[tuple[float, float], ...] = ()
 
     def target_s(self, num_tokens: int) -> float:
         return STEP_S * max(1.0, num_tokens / self.free_tokens)
 
-    def draft_s(self, num_rows: int) -> float:
-        return self.cost * STEP_S * max(1.0, num_rows / 64)
+    def draft_s(self, num_rows: int, name: str = DRAFTER) -> float:
+        cost = self.cost if name == DRAFTER else self.others[int(name[1:])][1]
+        return cost * STEP_S * max(1.0, num_rows / 64)
+
+
+@dataclass(frozen=True)
+class OtherScript(Script):
+    """Of a further drafter: it is right and wrong elsewhere."""
+
+    number: int = 0
+
+    def _true_rank(self, seed: int, position: int) -> int | None:
+        return super()._true_rank(seed + (1 + self.number << 32), position)
 
 
 class Service:
-    """One target and one drafter under a planner; by default a controller.
+    """One target and its drafters under a planner; by default a controller.
 
     Args:
         pair: Of models.
@@ -72,31 +85,38 @@ class Service:
         self.pair = pair
         self.controller = Controller(Bounds(num_branches=16))
         script = Script(pair.alpha, pair.hit, tuple(range(64)))
-        self.timers = {"target": StepTimer(), "drafter": StepTimer()}
+        scripts = {
+            f"d{i}": OtherScript(alpha, pair.hit, script.vocabulary, i) for i, (alpha, _) in enumerate(pair.others)
+        }
+        scripts = {DRAFTER: script, **scripts}
+        self.timers = {name: StepTimer() for name in ("target", *scripts)}
         for rows in PROFILED:
             for tokens in (rows, 5 * rows):
                 self.timers["target"].add(rows, tokens, pair.target_s(tokens))
-            self.timers["drafter"].add(rows, rows, pair.draft_s(rows))
+            for name in scripts:
+                self.timers[name].add(rows, rows, pair.draft_s(rows, name))
         self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].metrics)
-        self.drafter = DrafterMachine(
-            "drafter", ScriptedDrafter(script, MAX_LEN), TIMES, self.timers["drafter"].metrics
-        )
+        self.drafters = {
+            name: DrafterMachine(name, ScriptedDrafter(said, MAX_LEN), TIMES, self.timers[name].metrics)
+            for name, said in scripts.items()
+        }
+        self.drafter = self.drafters[DRAFTER]
         self.ingress = IngressMachine("ingress", TIMES)
-        self.router = RouterMachine("router", planner or self.controller, TIMES)
+        self.router = RouterMachine("router", planner or self.controller, TIMES, drafters=tuple(scripts))
         self.machines: dict[str, Machine] = {
             "target": self.target,
-            "drafter": self.drafter,
+            **self.drafters,
             "ingress": self.ingress,
             "router": self.router,
         }
         self.rng = np.random.default_rng(seed)
         self.now_s = 0.0
-        self.free_s = {"target": 0.0, "drafter": 0.0}
+        self.free_s = dict.fromkeys(self.timers, 0.0)
         self.num_requests = 0
         self._order = itertools.count()
         self._events: list[tuple[float, int, str, list[Message] | None]] = []
         self.ingress.router_joined("router", 0.0)
-        for name in ("target", "drafter"):
+        for name in self.timers:
             self.router.worker_joined(name, name, 0.0)
             self._at(0.0, name, None)
         self._at(0.0, "router", None)
@@ -152,7 +172,7 @@ class Service:
             self._step(name)
 
     def _step(self, name: str) -> None:
-        counters, draft_counters = self.target.counters, self.drafter.counters
+        counters, draft_counters = self.target.counters, self.drafters.get(name, self.drafter).counters
         before = counters.num_rounds, counters.num_draft_tokens, draft_counters.num_proposed_tokens
         worked, end_s = self.machines[name].step(self.now_s), self.now_s + POLL_S
         if worked:
@@ -164,7 +184,7 @@ class Service:
                 seconds = self.pair.target_s(num_tokens) * (self.pair.beside if is_beside else 1.0)
             else:
                 num_rows = num_tokens = draft_counters.num_proposed_tokens - before[2]
-                seconds = self.pair.draft_s(num_rows)
+                seconds = self.pair.draft_s(num_rows, name)
             seconds *= float(self.rng.lognormal(0.0, NOISE))
             if num_rows:
                 self.timers[name].add(num_rows, num_tokens, seconds)
