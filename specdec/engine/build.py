@@ -20,7 +20,7 @@ from specdec.engine.drafter import ModelDrafter, VocabularyMapper
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.shares import on_one_gpu
 from specdec.engine.target import ModelTarget
-from specdec.engine.warmup import StepLimits, measure_step
+from specdec.engine.warmup import StepLimits, measure_step, warm_sampling
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
@@ -141,11 +141,15 @@ def build_target(
     if built.heads is not None and options.heads is not None:
         most, tree_tokens = options.heads.most_tokens, options.heads.tree_tokens
         heads = HeadDrafter(built.heads, built.runner, sampler, most, tree_tokens)
+    most_draft_tokens = max(options.max_draft_tokens, 0 if options.heads is None else options.heads.tree_tokens)
+    num_batched_tokens = _max_num_batched_tokens(built.loaded, options)
+    limits = StepLimits(options.max_num_seqs, num_batched_tokens)
+    warm_sampling(sampler, built.runner.no_logits, limits, most_draft_tokens)
     backend = ModelTarget(
         built.runner,
         sampler,
         max_model_len=built.memory.max_model_len,
-        max_num_batched_tokens=_max_num_batched_tokens(built.loaded, options),
+        max_num_batched_tokens=num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         heads=heads,
     )
@@ -219,6 +223,13 @@ def build_drafter(
     if pair.mapping is not None:
         mapper = VocabularyMapper(pair.mapping)
         sampler = make_sampler(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
+
+    def no_logits(num_rows: int) -> torch.Tensor:
+        logits = runner.no_logits(num_rows)
+        return logits if mapper is None else mapper.logits(logits)
+
+    limits = StepLimits(options.max_num_seqs + num_branches, lengths["max_num_batched_tokens"])
+    warm_sampling(sampler, no_logits, limits, 0)
     drafter = ModelDrafter(
         runner,
         sampler,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.slots import SequenceState, Window
 from specdec.core.errors import ModelLoadError
+from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
@@ -29,14 +31,25 @@ from specdec.kernels.gather import max_group_numbers
 from specdec.models.hidden import layers_of
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import StepMemory
-from specdec.sampling.acceptance import decide
+from specdec.sampling.acceptance import decide, rank_coupled
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES, RowGroup, Sampler
+from specdec.sampling.rows import max_slice_rows
 
 _BLOCK_SIZE = 16
 _MAX_CPU_CHUNK_CONTEXT = 4096
 """On a CPU the chunk of a prompt comes after no more tokens than these: attention to more takes it minutes."""
 _LARGEST_SAMPLING = SamplingParams(frequency_penalty=0.1, temperature=100.0, top_p=0.99, logprobs=1)
 """Takes the most memory per row: logits are edited, and top_p sorts the whole vocabulary where all is as likely."""
+_GREEDY = SamplingParams(temperature=0.0)
+_WAYS: tuple[tuple[Mapping[str, Any], ...], ...] = (
+    ({}, {"temperature": 1.0}),
+    ({}, {"top_p": 0.9}),
+    ({}, {"frequency_penalty": 0.1}),
+    ({}, {"allowed_token_ids": (0,)}),  # a mask, as grammars have
+    ({}, {"logprobs": 1}),
+    ({}, {"acceptance": "rejection"}),
+)
+"""What kernels leave out where nobody in a step uses it: they are compiled with each of them and without."""
 
 
 _GROWTH_SHARE = 10
@@ -211,13 +224,45 @@ def _run_whole(loaded: LoadedModel, limits: StepLimits, max_model_len: int, voca
     _sample(logits, [1] * num_tokens, vocab_size)
 
 
+@torch.inference_mode()
+def warm_sampling(
+    sampler: Sampler, no_logits: Callable[[int], torch.Tensor], limits: StepLimits, num_draft_tokens: int
+) -> None:
+    """Sample once in each way that has kernels of its own, in buffers of the largest size: none is compiled later.
+
+    Args:
+        sampler: Where it needs no kernels, nothing is done.
+        no_logits: Gives logits of so many rows, laid out as those of steps.
+        limits: The largest step.
+        num_draft_tokens: Most draft tokens of a row.
+    """
+    logits = no_logits(2)
+    if sampler.kernels(logits.device) is None:
+        return
+    num_rows = min(limits.max_num_logits, max_slice_rows(sampler.vocab_size))
+    num_logits = 1 + num_draft_tokens
+    for counts in ([num_logits] * max(1, num_rows // num_logits), [1] * min(num_rows, limits.max_num_seqs)):
+        decide(sampler, no_logits(sum(counts)), _groups(_GREEDY, counts), [()] * len(counts))
+    few, many = ((Candidates((0,) * n, (1.0,) * n),) for n in (1, 2))
+    for parts in product(*_WAYS):
+        params = replace(_GREEDY, **{name: value for part in parts for name, value in part.items()})
+        for candidates in (few, many) if params.acceptance == "rejection" else ((),):
+            decide(sampler, logits, _groups(params, [2]), [candidates])
+        if params.acceptance == "coupled":
+            for num_guesses in 0, 1:
+                rank_coupled(sampler, logits, _groups(params, [1, 1]), num_guesses)
+    sampler.take_failures()
+
+
+def _groups(params: SamplingParams, counts: list[int]) -> list[RowGroup]:
+    """Sequences with so many rows each."""
+    return [RowGroup(SequenceSpec(params, seed, 1, 1), (0,), (0,) * (n - 1)) for seed, n in enumerate(counts)]
+
+
 def _sample(logits: torch.Tensor, counts: list[int], vocab_size: int) -> None:
     """Decide all rows, and report of them, as a step does for requests that ask for the most."""
     sampler = Sampler(vocab_size, noise_cache_bytes=0)
-    groups = [
-        RowGroup(SequenceSpec(_LARGEST_SAMPLING, seed, 1, 1), [0], (0,) * (count - 1))
-        for seed, count in enumerate(counts)
-    ]
+    groups = _groups(_LARGEST_SAMPLING, counts)
     decide(sampler, logits, groups, [()] * len(groups))
     sampler.take_failures()  # random weights may well give NaNs
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.recurrent.pool import StatePool
+from specdec.executor.staging import Uploads
 from specdec.kernels.attention import GroupStep, address
 from specdec.models.probe import AttentionLayer
 
@@ -58,6 +61,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._latent: set[int] = set()
         self._states = states
+        self._uploads: dict[torch.device, Uploads] = {}
         self._steps: Sequence[GroupStep] = ()
         self._group_of: dict[int, int] = {}
         windows = [group.window for group in pool.groups]
@@ -74,7 +78,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Fill blocks with zeros in all layers of a group, where attention multiplies what nobody has written."""
         if not self._reads_unwritten:
             return
-        index = _on_devices(torch.tensor(blocks))
+        index = self._on_devices(np.array(blocks, np.int64))
         for pools in self._pools_of(group):
             for pool in pools:
                 pool.index_fill_(0, index(pool.device), 0.0)
@@ -150,7 +154,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def copy_blocks(self, group: int, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers of a group; all are read before any is written."""
-        pairs = _on_devices(torch.tensor(copies).T.contiguous())
+        pairs = self._on_devices(np.array(copies, np.int64).T)
         for pools in self._pools_of(group):
             sources, destinations = pairs(pools[0].device)
             for pool in pools:
@@ -160,12 +164,16 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Copy single slots (source, destination) in all layers of a group; all are read before any is written."""
         if not moves:
             return
-        pairs = _on_devices(torch.tensor(moves).T.contiguous())
+        pairs = self._on_devices(np.array(moves, np.int64).T)
         for pools in self._pools_of(group):
             sources, destinations = pairs(pools[0].device)
             for pool in pools:
                 slots = pool.flatten(0, 1)
                 slots.index_copy_(0, destinations, slots.index_select(0, sources))
+
+    def _on_devices(self, numbers: NDArray[np.int64]) -> Callable[[torch.device], torch.Tensor]:
+        """The numbers on the device asked for, uploaded to each once."""
+        return cache(lambda device: self._uploads.setdefault(device, Uploads(device)).send([numbers])[0])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0, always: positions are given, and masks are not built."""
@@ -175,8 +183,3 @@ class PagedCache(Cache):  # type: ignore[misc]
     def num_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for pools in self._pools.values() for pool in pools)
-
-
-def _on_devices(tensor: torch.Tensor) -> Callable[[torch.device], torch.Tensor]:
-    """The tensor on the device asked for, uploaded to each once."""
-    return cache(lambda device: tensor.to(device))

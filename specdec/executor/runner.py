@@ -500,8 +500,7 @@ class ModelRunner(SequenceCache):
 
     def record_chains(self, chooser: TokenChooser) -> str:
         """Record passes that draw tokens and read them, as :attr:`limits` say; gives why they cannot be."""
-        if self.limits is None:
-            return "steps are not recorded"
+        assert self.limits is not None, "steps are recorded first"
         if self.states is not None:
             return "it has recurrent layers"
         chains = ChainGraphs(self._steps, partial(self._run, self._steps), chooser, self.limits, self.loaded.device)
@@ -577,9 +576,12 @@ class ModelRunner(SequenceCache):
             own.append(state_row(start, num_tokens - start, 0, self._padding_state, self.states.window))
         self.states.begin(StateStep(own, num_tokens, self.states.window))
 
+    def no_logits(self, num_rows: int) -> torch.Tensor:
+        """Zeros that are laid out as the logits of :meth:`forward`."""
+        shape = num_rows, self.loaded.vocab_size
+        return self._finish(torch.zeros(shape, dtype=self.loaded.dtype, device=self.output_device))
+
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._vocab_size == self.loaded.vocab_size:
-            return logits.float()
         if self._padding == "cut":
             return logits[:, : self._vocab_size].float()
         logits = logits.float()

@@ -262,6 +262,27 @@ class Staging:
         return self._extra
 
 
+class Uploads:
+    """Brings arrays of any shapes to the device in one copy, from pinned memory that grows by doubling.
+
+    Args:
+        device: Where they go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.staging: Staging | None = None
+
+    def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Arrays of int32, float32, int64 or float64 on the device, until the next ones are."""
+        num_words = num_words_of(arrays)
+        if self.staging is None or self.staging.num_extra_words < num_words:
+            size = 1 << max(0, num_words - 1).bit_length()
+            self.staging = Staging(Layout(()), self._device, num_extra_words=size)
+        self.staging.begin()
+        return self.staging.upload(arrays)
+
+
 class Downloads:
     """Brings tensors of any shapes to the host in one copy, for which the thread sleeps. Memory grows by doubling.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
-from specdec.executor.staging import Field, Layout, Record, Staging, num_words_of
+from specdec.executor.staging import Field, Layout, Record, Uploads
 from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width
 from specdec.sampling.edits import Editor, Edits, padded
 from specdec.sampling.logprobs import entries_of, logprob_numbers
@@ -26,6 +26,8 @@ from specdec.sampling.rows import LogprobReport, Rows, VerifiedRun
 from specdec.sampling.token_counts import Changes, TokenCounts
 
 _LEAST_CAPABILITY = (8, 0)
+_NUM_CANDIDATES = 32
+"""What a draft token is drawn from, at most, but for drafts of other programs."""
 _NOTHING = Candidates((), ())
 _NOBODY = np.zeros(0, np.int64)
 
@@ -105,7 +107,7 @@ class KernelSampler:
         self._sizes = self._room = 0, 0, 0
         self._kernels: Any = None
         self._record: Record | None = None
-        self._staging: Staging | None = None
+        self._uploads = Uploads(editor.device)
         self._newest: _Newest | None = None
         self._staged: tuple[Sequence[Tensor], SampleStep] | None = None
 
@@ -175,7 +177,7 @@ class KernelSampler:
         newest = self._newest if is_plain else None
         if newest is not None and newest.is_like(rows, specs):
             by_row = newest.arrays[0].copy()
-            by_row[_POSITION], by_row[_DRAFT] = rows.position_array(), rows.drafts()
+            by_row[_POSITION, : rows.num_rows], by_row[_DRAFT, : rows.num_rows] = rows.position_array(), rows.drafts()
             return LaidOut(rows, [by_row, *newest.arrays[1:]], newest.options, newest.asking)
         edits = self.editor.lay_out(rows)
         features = edits.features
@@ -195,7 +197,7 @@ class KernelSampler:
     def staged(self, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> StagedStep:
         """A step that is on the device, until the next one is; by a transfer of its own where none has brought it."""
         if sent is None or sent[0].device != self._device:
-            sent = self._sent(laid_out.arrays)
+            sent = self._uploads.send(laid_out.arrays)
         counts = self.editor.token_counts
         *arrays, asking = sent[: -len(Changes._fields)]
         if laid_out.options["penalties"]:
@@ -203,13 +205,6 @@ class KernelSampler:
         if self._staged is None or self._staged[0] is not sent or self._staged[1].counts is not counts.counts:
             self._staged = sent, on_device_as(arrays, counts)
         return StagedStep(self._staged[1], laid_out.options, asking)
-
-    def _sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        num_words = num_words_of(arrays)
-        if self._staging is None or self._staging.num_extra_words < num_words:
-            self._staging = Staging(Layout(()), self._device, num_extra_words=1 << (num_words - 1).bit_length())
-        self._staging.begin()
-        return self._staging.upload(arrays)
 
     def _decide(self, logits: Tensor, staged: StagedStep, rows: Rows, scores: Tensor | None = None) -> None:
         self._make_room(rows)
@@ -335,19 +330,21 @@ _ALONE = (
 def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, ...]]) -> list[NDArray[Any]]:
     """The arrays of a step but for what is kept by slot; some in one array: see :func:`on_device_as`."""
     parameters, counts, starts = edits.parameters, np.array(rows.counts, np.int32), np.array(rows.starts, np.int32)
-    by_row = np.empty((len(_BY_ROW), rows.num_rows), np.int32)
-    by_row[0] = np.arange(len(counts)).repeat(counts)
-    by_row[1:] = rows.position_array(), rows.drafts(), rows.parents(), edits.grammar
-    by_group = np.empty((len(_BY_GROUP), len(counts)), np.int32)
-    by_group[:] = starts, counts, parameters["top_k"], edits.slots.clip(0), edits.allowed, parameters["rejects"]
-    floats = np.stack([parameters[name] for name in _FLOATS])
+    by_row = np.zeros((len(_BY_ROW), _aligned(rows.num_rows)), np.int32)
+    by_row[0, : rows.num_rows] = np.arange(len(counts)).repeat(counts)
+    by_row[1:, : rows.num_rows] = rows.position_array(), rows.drafts(), rows.parents(), edits.grammar
+    by_group = np.zeros((len(_BY_GROUP), _aligned(len(counts))), np.int32)
+    of_groups = starts, counts, parameters["top_k"], edits.slots.clip(0), edits.allowed, parameters["rejects"]
+    by_group[:, : len(counts)] = of_groups
+    floats = np.zeros((len(_FLOATS), _aligned(len(counts))), np.float32)
+    floats[:, : len(counts)] = [parameters[name] for name in _FLOATS]
     ids, probs = np.full((rows.num_rows, 1), -1, np.int32), np.zeros((rows.num_rows, 1), np.float32)
     if edits.features & REJECTION:
         drawn: list[Candidates] = []
         for group, own in zip(rows.groups, candidates or [()] * len(counts), strict=True):
             drawn += (_NOTHING, *(own or [_NOTHING] * len(group.draft)))
-        ids = _widened(padded([one.ids for one in drawn], np.int32, -1), -1, 1)
-        probs = _widened(padded([one.probs for one in drawn], np.float32, 0), 0, 1)
+        ids = _widened(padded([one.ids for one in drawn], np.int32, -1), -1)
+        probs = _widened(padded([one.probs for one in drawn], np.float32, 0), 0)
     return [
         by_row,
         by_group,
@@ -355,12 +352,12 @@ def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, .
         parameters["seed"].view(np.int64),
         parameters["top_p"],
         parameters["penalties"],
-        _widened(edits.ahead, -1),
-        _widened(edits.bias_token, -1),
-        _widened(edits.bias, 0),
+        edits.ahead,
+        edits.bias_token,
+        edits.bias,
         edits.masks,
-        _widened(edits.ended, -1),
-        _widened(edits.bad, -1),
+        edits.ended,
+        edits.bad,
         ids,
         probs,
     ]
@@ -369,16 +366,20 @@ def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, .
 def on_device_as(sent: Sequence[Tensor], counts: TokenCounts) -> SampleStep:
     """The arrays of a step by their names, but for the last ones of :attr:`LaidOut.arrays`."""
     by_row, by_group, floats, *alone = sent
-    fields = zip(
-        (*_BY_ROW, *_BY_GROUP, *_FLOATS), (*by_row.unbind(), *by_group.unbind(), *floats.unbind()), strict=True
-    )
+    num_groups, num_rows = len(alone[_ALONE.index("seed")]), len(alone[_ALONE.index("draft_ids")])
+    lines = (*by_row[:, :num_rows].unbind(), *by_group[:, :num_groups].unbind(), *floats[:, :num_groups].unbind())
+    fields = zip((*_BY_ROW, *_BY_GROUP, *_FLOATS), lines, strict=True)
     more = zip(_ALONE, alone, strict=False)
     return SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **dict(fields), **dict(more))
 
 
-def _widened(values: NDArray[Any], fill: float, least: int = 0) -> NDArray[Any]:
-    """[.., a power of two, or 0]: kernels are compiled for each width."""
-    width = max(least, 1 << (values.shape[1] - 1).bit_length() if values.shape[1] else 0)
-    if width == values.shape[1]:
-        return values
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
+def _widened(values: NDArray[Any], fill: float) -> NDArray[Any]:
+    """[.., 1, or a power of two from 32 on]: kernels are compiled for each width."""
+    width = values.shape[1]
+    wider = 1 if width <= 1 else max(_NUM_CANDIDATES, 1 << (width - 1).bit_length())
+    return np.pad(values, ((0, 0), (0, wider - width)), constant_values=fill)
+
+
+def _aligned(number: int) -> int:
+    """A length that leaves every line at a multiple of 16 bytes: kernels are compiled anew for lines that are not."""
+    return -(-number // 4) * 4

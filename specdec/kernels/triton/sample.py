@@ -39,10 +39,10 @@ def _load(values, line, stride, token, V: tl.constexpr):
 
 
 @triton.jit
-def _banned(x, token, tokens, line, LENGTH: tl.constexpr):
+def _banned(x, token, tokens, line, length):
     """X with -inf for each of a line's tokens."""
-    for i in range(LENGTH):
-        x = tl.where(token == tl.load(tokens + line * LENGTH + i), float("-inf"), x)
+    for i in range(length):
+        x = tl.where(token == tl.load(tokens + line * length + i), float("-inf"), x)
     return x
 
 
@@ -54,12 +54,12 @@ def _masked(x, token, masks, number, WORDS: tl.constexpr, V: tl.constexpr):
     return tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_ahead"])
+@triton.jit(do_not_specialize=["num_ahead", "num_biases", "num_ended", "num_bad"])
 def _edit(
     logits, edited, best, sequence, ahead, slot, penalties, counts, prompt_bits, bias_token, bias, allowed,
-    grammar, masks, ended, bad, logits_row, num_rows, num_ahead,
-    V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIASES: tl.constexpr,
-    ENDED: tl.constexpr, BAD: tl.constexpr, HAS_PENALTIES: tl.constexpr, HAS_MASKS: tl.constexpr,
+    grammar, masks, ended, bad, logits_row, num_rows, num_ahead, num_biases, num_ended, num_bad,
+    V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block."""
     row, owner, block, token = cell(sequence, BLOCK)
@@ -69,9 +69,9 @@ def _edit(
     # Devices differ in what the largest of a NaN and a number is.
     given = tl.where(given == given, given, float("inf"))
     x = given
-    for i in range(BIASES):
-        is_it = token == tl.load(bias_token + owner * BIASES + i)
-        x = tl.where(is_it, x + tl.load(bias + owner * BIASES + i), x)
+    for i in range(num_biases):
+        is_it = token == tl.load(bias_token + owner * num_biases + i)
+        x = tl.where(is_it, x + tl.load(bias + owner * num_biases + i), x)
     if HAS_PENALTIES:
         repetition = tl.load(penalties + owner * 3)
         frequency = tl.load(penalties + owner * 3 + 1)
@@ -86,8 +86,8 @@ def _edit(
         x = x - (frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0))
     if HAS_MASKS:
         x = _masked(x, token, masks, tl.load(allowed + owner), WORDS, V)
-    x = _banned(x, token, ended, row, ENDED)
-    left = _banned(x, token, bad, row, BAD)
+    x = _banned(x, token, ended, row, num_ended)
+    left = _banned(x, token, bad, row, num_bad)
     at = row.to(tl.int64) * V + token
     tl.store(edited + at, x, mask=token < V)
     number = -1
@@ -106,11 +106,11 @@ def _edit(
         tl.store(best + _GRAMMAR * size + to, tl.max(given, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_bad"])
 def _scale(
     logits, edited, best, block_top, row_flags, sequence, temperature, grammar, masks, bad, logits_row, num_rows,
-    V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
-    BAD: tl.constexpr, HAS_MASKS: tl.constexpr,
+    num_bad, V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block: ``edited`` becomes (logit - row's largest) / temperature."""
     row, owner, block, token = cell(sequence, BLOCK)
@@ -130,7 +130,7 @@ def _scale(
         number = tl.load(grammar + row)
     x = _load(edited, row, V, token, V)
     if keeps_bad == 0:
-        x = _banned(x, token, bad, row, BAD)
+        x = _banned(x, token, bad, row, num_bad)
     is_finite = (top > float("-inf")) & (top < float("inf"))
     if (is_finite == 0) & (number >= 0):
         top = tl.max(tl.load(at + _GRAMMAR * size, mask=b < BLOCKS, other=float("-inf")), 0)
@@ -355,18 +355,19 @@ class TritonSampler:
         num_rows, num_sequences, v = len(step.sequence), len(step.first), self._vocab_size
         sizes = {"V": v, "BLOCK": self._block, "BLOCKS": self._num_blocks}
         padded = {"BLOCKS_PADDED": triton.next_power_of_2(self._num_blocks)}
-        masks = {"WORDS": -(-v // 32), "BAD": step.bad.shape[1], "HAS_MASKS": len(step.masks) > 0}
+        masks = {"WORDS": -(-v // 32), "HAS_MASKS": len(step.masks) > 0}
         options = {"num_warps": 4, "enable_fp_fusion": False}
         cells = num_rows, self._num_blocks
         _edit[cells](
             logits, self._edited, self._best, step.sequence, step.ahead, step.slot, step.penalties,
             step.counts, step.prompt_bits, step.bias_token, step.bias, step.allowed, step.grammar, step.masks,
             step.ended, step.bad, logits.stride(0), self._best.shape[1], step.ahead.shape[1],
-            BIASES=step.bias.shape[1], ENDED=step.ended.shape[1], HAS_PENALTIES=penalties, **sizes, **masks, **options,
+            step.bias.shape[1], step.ended.shape[1], step.bad.shape[1],
+            HAS_PENALTIES=penalties, **sizes, **masks, **options,
         )  # fmt: skip
         _scale[cells](
             logits, self._edited, self._best, self._block_top, self._flags, step.sequence, step.temperature,
-            step.grammar, step.masks, step.bad, logits.stride(0), self._best.shape[1],
+            step.grammar, step.masks, step.bad, logits.stride(0), self._best.shape[1], step.bad.shape[1],
             **sizes, **padded, **masks, **options,
         )  # fmt: skip
         if truncation:

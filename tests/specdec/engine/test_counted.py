@@ -20,6 +20,7 @@ from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
+from specdec.engine.warmup import StepLimits, warm_sampling
 from specdec.executor import staging
 from specdec.executor.graphs import ExecutorLimits, Graphs
 from specdec.executor.rows import RowInput
@@ -161,6 +162,19 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def jobs_of(features: Sequence[str], num_rows: int, num_drafts: int) -> list[VerifyJob]:
+    """New sequences that use features by turns."""
+    jobs = []
+    drawn = Candidates((5, 6), (0.5, 0.5))
+    for i in range(num_rows):
+        params = FEATURES[features[i % len(features)]]
+        spec = SequenceSpec(params, i, 5, 50, eos_token_ids=(2,))
+        candidates = (drawn,) * num_drafts if params.acceptance == "rejection" else ()
+        key = f"{'-'.join(features)}-{num_rows}-{i}"
+        jobs.append(VerifyJob(key, TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec, candidates))
+    return jobs
+
+
 class Target:
     """A target on ``meta`` with sequences that decode."""
 
@@ -176,13 +190,7 @@ class Target:
         sampler.matchers = AllowsAll()  # type: ignore[assignment]
         self.runner = runner
         self.backend = ModelTarget(runner, sampler, max_model_len=64, max_num_batched_tokens=512, max_num_seqs=64)
-        self.jobs = []
-        drawn = Candidates((5, 6), (0.5, 0.5))
-        for i in range(num_rows):
-            params = FEATURES[features[i % len(features)]]
-            spec = SequenceSpec(params, i, 5, 50, eos_token_ids=(2,))
-            candidates = (drawn,) * num_drafts if params.acceptance == "rejection" else ()
-            self.jobs.append(VerifyJob(f"{i}", TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec, candidates))
+        self.jobs = jobs_of(features, num_rows, num_drafts)
 
     def step(self) -> None:
         results = self.backend.verify(self.jobs)
@@ -344,6 +352,29 @@ def test_a_draft_token_that_depends_on_others_is_one_upload_and_one_download(fea
     with counted(drafter) as seen:
         drafter.step(1, 2)
     assert (seen.num_uploads, len(downloads)) == (1, 1)
+
+
+def test_serving_samples_in_no_way_that_was_not_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled by options, widths, masks and sizes of buffers, and anew for lines that are not aligned."""
+    ways: set[object] = set()
+
+    def note(self: Kernels, logits: Tensor, step: Any, scores: Tensor | None = None, **options: Any) -> None:
+        lines = [getattr(step, name) for name in type(step).__slots__ if name not in ("counts", "prompt_bits")]
+        assert all(line.storage_offset() * line.element_size() % 16 == 0 for line in lines if line.numel())
+        shapes = self.chosen.shape, self.record.shape, step.draft_ids.shape[1], len(step.masks) > 0
+        ways.add((*sorted(options.items()), scores is None, shapes, logits.stride(), logits.dtype))
+
+    monkeypatch.setattr(Kernels, "decide", note)
+    target = Target("llama", [], 0, 0, True)
+    warm_sampling(target.backend._sampler, target.runner.no_logits, StepLimits(64, 512), 7)
+    warmed = set(ways)
+    assert len(warmed) > 50
+    for features in ([name] for name in FEATURES):
+        for num_rows, num_drafts in (1, 0), (3, 2):
+            target.jobs = jobs_of(features, num_rows, num_drafts)
+            target.step()
+            target.step()
+    assert ways == warmed
 
 
 @pytest.mark.parametrize("name", BREAKS)

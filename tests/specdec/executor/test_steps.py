@@ -93,6 +93,18 @@ def test_a_whole_pass_uploads_once_and_waits_for_nothing(family: str, device: to
         assert seen.num_uploads == 1
 
 
+@torch.no_grad()
+def test_blocks_that_are_forked_and_paths_of_trees_take_one_upload_each() -> None:
+    cache = runner_of(on(META, "gemma3"))._cache
+    cache.copy_blocks(0, [(0, 1), (2, 3)])
+    staging = cache._uploads[META].staging
+    assert staging is not None
+    with DeviceOnly(staging.words) as seen:
+        cache.copy_blocks(0, [(2, 3), (0, 4)])
+        cache.move_slots(1, [(1, 2)])
+    assert seen.num_uploads == 2
+
+
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
 @pytest.mark.parametrize("name", BREAKS)
 @torch.no_grad()
