@@ -1,6 +1,7 @@
 """Both models in one thread, the drafter at work while a verification runs: what overlap is without clocks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.messages import Message, Plan
@@ -18,20 +19,27 @@ class OverlapService:
     Args:
         plan: Of every sequence.
         draft_steps: Gives how many steps the drafter makes in the next step of the target.
+        others: Further drafters, by their names.
     """
 
     def __init__(
-        self, target: TargetBackend, drafter: DraftBackend, plan: Plan, draft_steps: Callable[[], int]
+        self,
+        target: TargetBackend,
+        drafter: DraftBackend,
+        plan: Plan,
+        draft_steps: Callable[[], int],
+        others: Mapping[str, DraftBackend] = MappingProxyType({}),
     ) -> None:
         times = Times(lease_s=1e6, peer_timeout_s=1e6)
         self._draft_steps = draft_steps
         self.ingress = IngressMachine("ingress", times)
-        self.router = RouterMachine("router", lambda spec: plan, times)
+        self.router = RouterMachine("router", lambda spec: plan, times, drafters=("drafter", *others))
         self.target = TargetMachine("target", target, times)
         self.drafter = DrafterMachine("drafter", drafter, times)
-        self._machines = {m.name: m for m in (self.ingress, self.router, self.target, self.drafter)}
-        self.router.worker_joined("target", "target", 0.0)
-        self.router.worker_joined("drafter", "drafter", 0.0)
+        self.drafters = [self.drafter, *(DrafterMachine(name, backend, times) for name, backend in others.items())]
+        self._machines = {m.name: m for m in (self.ingress, self.router, self.target, *self.drafters)}
+        for name in ("target", "drafter", *others):
+            self.router.worker_joined(name, name, 0.0)
         self.ingress.router_joined("router", 0.0)
 
     def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec) -> None:
@@ -41,8 +49,9 @@ class OverlapService:
     def pump(self) -> list[TokenDelta]:
         self.target.step(0.0)
         verdicts = self.target.take_outbox()
-        for _ in range(self._draft_steps()):
-            self.drafter.step(0.0)
+        for drafter in self.drafters:
+            for _ in range(self._draft_steps()):
+                drafter.step(0.0)
         self._exchange()
         self._deliver(verdicts)
         self._exchange()
