@@ -191,7 +191,13 @@ class ModelRunner(SequenceCache):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether the new tokens of a row may be a tree: a recurrent state has one past only."""
+        """Whether the new tokens of a row may be a tree: a recurrent state has one past only.
+
+        In passes of one size none may: keys beside a token's own path move those on it to other places of their
+        segment, so that its sums have another order, and maybe other bits, than without them.
+        """
+        if self.tile_tokens is not None:
+            return False
         if self.limits is not None and not self.limits.has_trees:
             return False
         return self.states is None and self.loaded.opaque_state is None

@@ -175,6 +175,12 @@ def test_the_check_finds_a_scan_by_chunks_of_the_step(monkeypatch) -> None:
         check_bits(runner)
 
 
+def test_no_tree_is_taken(loaded: LoadedModel) -> None:
+    """Keys of other branches lie between those of a token's own path: in bfloat16 its logits have other bits."""
+    assert ModelRunner(loaded, num_blocks=150).takes_trees
+    assert not ModelRunner(loaded, num_blocks=150, tile_tokens=16).takes_trees
+
+
 def test_what_is_known_not_to_be_strict_is_named(loaded: LoadedModel) -> None:
     other = replace(loaded, opaque_state=object())  # type: ignore[arg-type]
     assert no_strict_reason(loaded) == ""
