@@ -122,7 +122,8 @@ def state_moves(
         sequence = rows[part.row].sequence
         state, past = sequence.state, len(sequence.tokens) + part.offset
         assert state is not None, "no state is reserved"
-        moves.append((state, state_row(part.start, part.num_tokens, past, state, states.window)))
+        has_kernels = states.kernels is not None
+        moves.append((state, state_row(part.start, part.num_tokens, past, state, states.window, has_kernels)))
     states.clear_taken()
     for state, after in moves:
         state.oldest = after.length + 1  # until the step is done there is nothing to go back to
@@ -136,9 +137,15 @@ def keep_states(states: Sequence[tuple[SequenceState, StateRow]]) -> None:
 
 
 def state_row(
-    start: int, num_new_tokens: int, num_computed_tokens: int, state: SequenceState, window: Window
+    start: int,
+    num_new_tokens: int,
+    num_computed_tokens: int,
+    state: SequenceState,
+    window: Window,
+    has_kernels: bool = False,
 ) -> StateRow:
-    """A row as the recurrent layers see it."""
+    """A row as the recurrent layers see it; kernels go over what was cut back in the step's own scan."""
+    is_scanned_again = has_kernels and state.newest != num_computed_tokens
     return StateRow(
         start=start,
         num_new_tokens=num_new_tokens,
@@ -146,7 +153,9 @@ def state_row(
         slot=state.slot,
         oldest=state.oldest,
         newest=state.newest,
-        oldest_after=window.oldest_after(state.oldest, num_computed_tokens, num_new_tokens),
+        oldest_after=window.oldest_after(
+            state.oldest, num_computed_tokens, num_new_tokens, is_scanned_again=is_scanned_again
+        ),
     )
 
 

@@ -40,10 +40,17 @@ class Window:
         """Most tokens between ``oldest`` and the end: twice the window, as moving its beginning costs a scan."""
         return 2 * self.num_tokens
 
-    def oldest_after(self, oldest: int, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Where the window begins after ``num_new_tokens`` more tokens."""
+    def oldest_after(
+        self, oldest: int, num_computed_tokens: int, num_new_tokens: int, *, is_scanned_again: bool = False
+    ) -> int:
+        """Where the window begins after ``num_new_tokens`` more tokens.
+
+        What lies between its beginning and the tokens is scanned again after each cut. Where a step does that anyway,
+        and passes by the new beginning (``is_scanned_again``), moving it costs nothing.
+        """
         length = num_computed_tokens + num_new_tokens
-        if num_new_tokens > self.num_tokens or length - oldest > self.num_kept_tokens:
+        is_long = num_new_tokens > self.num_tokens or length - oldest > self.num_kept_tokens
+        if is_long or is_scanned_again:
             return max(oldest, length - self.num_tokens)
         return oldest
 

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,7 +99,7 @@ def prepare_tiny(model: PreTrainedModel, room: LoRAConfig | None = None) -> Load
 
 
 def backend(
-    kind: type,
+    kind: Callable[..., Any],
     model: PreTrainedModel,
     *,
     num_blocks: int = 400,

@@ -6,7 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -93,6 +95,19 @@ def test_the_tokens_are_those_without_drafts(of: str, room: str) -> None:
     for one in (paired._target, paired._drafter):
         assert one.metrics()["num_cached_sequences"] == 0
     assert (paired._drafter.metrics()["num_evictions"] > 0) == (SCARCE in (options, options.get("of_draft")))
+    assert paired._sequences == {}
+
+
+def test_the_tokens_are_those_without_drafts_of_a_model_that_gives_several_in_a_pass() -> None:
+    """As PARD does; what this one makes of its mask tokens is of no use, but for the first of each draft."""
+    cases = make_cases(SAMPLED, (None, 0, 1, 3, None))
+    drafter = backend(partial(ModelDrafter, mask_token_id=1, num_step_tokens=3), make_draft("llama", 0.0))
+    paired = PairedTarget(backend(ModelTarget, make_model("llama")), drafter, 4)
+    with patch.object(drafter, "propose", side_effect=drafter.propose) as proposed:
+        outputs, stats = run(InProcessService(paired, None, 0), cases)
+    assert outputs == plainly(cases)
+    assert stats.num_draft_tokens > proposed.call_count
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert paired._sequences == {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchao.quantization import quantize_
 
 from specdec.cache.blocks import CachedSequence
 from specdec.executor.derive import Deriver
@@ -24,6 +25,7 @@ from specdec.executor.runner import ModelRunner
 from specdec.kernels.attention import AttentionContext
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.quantization import Quantization, _weight_config, is_quantized
 from tests.specdec.executor.test_derive import BREAKS
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.models.families import VOCAB_SIZE, make_model
@@ -91,6 +93,24 @@ def test_a_whole_pass_uploads_once_and_waits_for_nothing(family: str, device: to
         with DeviceOnly(runner._steps.staging.words) as seen:
             runner._launch(rows)
         assert seen.num_uploads == 1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@torch.no_grad()
+def test_a_padded_pass_of_quantized_layers_uploads_once_and_waits_for_nothing(quantization: Quantization) -> None:
+    loaded = on(CPU, "llama")
+    quantize_(loaded.model.base_model, _weight_config(quantization, META))
+    layers = tuple(replace(layer, device=META) for layer in loaded.attention_layers)
+    runner = runner_of(replace(loaded, model=loaded.model.to(META), device=META, attention_layers=layers))
+    runner.record_graphs(ExecutorLimits(max_rows=4, max_tokens=20, max_length=40, max_draft_tokens=7))
+    assert not runner.graphs_failure
+    sequences = [runner.new_sequence() for _ in range(2)]
+    runner._launch(rows_of(runner, sequences, [5, 5], [5, 5]))
+    rows = rows_of(runner, sequences, [2, 3], [2, 3])
+    with DeviceOnly(runner._steps.staging.words) as seen:
+        runner._launch(rows)
+    assert seen.num_uploads == 1
+    assert is_quantized(runner.loaded.model.model.layers[0].mlp.up_proj)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from specdec.cache.recurrent.rescan import Rescan
 from specdec.cache.recurrent.slots import SequenceState, Window
+from specdec.executor.rows import state_row
 from specdec.kernels.conv import Convolution, ConvShape, ConvWindows
 from specdec.kernels.recurrent import RecurrentKernels, StateTensors, recurrent_kernels
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
@@ -122,10 +123,10 @@ class Sequences:
         for slot in self.random.sample(range(len(counts)), len(counts)):
             if counts[slot]:
                 state, length = self.states[slot], self.lengths[slot]
-                after = WINDOW.oldest_after(state.oldest, length, counts[slot])
-                rows.append(StateRow(start, counts[slot], length, slot, state.oldest, state.newest, after))
+                has_kernels = self.random.random() < 0.5  # both are right, and only what is scanned again differs
+                rows.append(state_row(start, counts[slot], length, state, WINDOW, has_kernels))
                 start += counts[slot]
-                state.oldest, state.newest = after, length + counts[slot]
+                state.oldest, state.newest = rows[-1].oldest_after, length + counts[slot]
                 self.lengths[slot] = state.newest
         return Step(rows, self.random.choice((0, 3)))
 

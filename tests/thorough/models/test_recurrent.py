@@ -65,9 +65,11 @@ def test_drafts_of_each_length_are_taken_back(
     assert difference <= TOLERANCE
 
 
-def keep_refused(start: int, count: int, past: int, state: SequenceState, window: Window) -> StateRow:
+def keep_refused(
+    start: int, count: int, past: int, state: SequenceState, window: Window, has_kernels: bool = False
+) -> StateRow:
     """A state that goes on from where it was, whatever was taken back."""
-    row = original_state_row(start, count, past, state, window)
+    row = original_state_row(start, count, past, state, window, has_kernels)
     return replace(row, num_computed_tokens=max(state.newest, past))
 
 

@@ -7,8 +7,9 @@ import torch
 
 import specdec.executor.rows as rows_module
 from specdec.cache.recurrent.pool import StatePool, bytes_per_slot, checked_window, state_bytes
-from specdec.cache.recurrent.slots import StateSlots, Window
+from specdec.cache.recurrent.slots import SequenceState, StateSlots, Window
 from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
+from specdec.executor.rows import state_row
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.models.memory import plan_memory
@@ -98,11 +99,24 @@ def test_windows_never_reach_less_far_than_they_say() -> None:
         oldest = length = furthest = 0
         for _ in range(20):
             num_new = rng.choice((1, 2, 7, 30))
-            oldest = window.oldest_after(oldest, length, num_new)
+            oldest = window.oldest_after(oldest, length, num_new, is_scanned_again=rng.random() < 0.5)
             length += num_new
             furthest = max(furthest, length)
             assert length - window.num_kept_tokens <= oldest <= max(0, furthest - window.num_tokens)
             length = rng.randint(oldest, length)
+
+
+def test_kernels_scan_no_more_again_than_a_window() -> None:
+    """Of a target whose drafts are refused, by steps of a token and four drafts; else up to twice as much."""
+    window, most = Window(10), {True: 0, False: 0}
+    for has_kernels in most:
+        state = SequenceState(0)
+        for length in range(50):
+            row = state_row(0, 5, length, state, window, has_kernels)
+            if state.newest != length and length > window.num_tokens:
+                most[has_kernels] = max(most[has_kernels], length - state.oldest)
+            state.oldest, state.newest = row.oldest_after, length + 5
+    assert most == {True: 6, False: 16}
 
 
 def test_a_slot_is_given_back_once() -> None:
