@@ -14,16 +14,17 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import read_bandwidth
+from benchmarks.gpu.device import read_bandwidth, seconds
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, make_model, read_bytes
 from specdec.cache.blocks import CachedSequence
 from specdec.core.errors import ModelLoadError
 from specdec.executor import records
-from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.graphs import ExecutorLimits, StepGraphs
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.models.hidden import AFTER_NORM, HiddenStates
@@ -46,6 +47,8 @@ def run(report: Report, device: torch.device, shapes: str = "8b-1b", context: in
         if device.type == "cuda":
             gc.collect()  # a runner and its graphs know each other
             torch.cuda.empty_cache()
+    if device.type == "cuda":
+        check_refusal(report, device)
 
 
 def write_record(report: Report, device: torch.device) -> None:
@@ -59,6 +62,19 @@ def write_record(report: Report, device: torch.device) -> None:
         report.say(f"graphs are right here, but {path} cannot be written: {error}; it should say:\n{text}")
     else:
         report.say(f"graphs are right here: {path} says so, and executor: auto takes them from now on")
+
+
+def check_refusal(report: Report, device: torch.device) -> None:
+    """A step that waits for the device is not recorded, and what comes after it is as if it had never been tried."""
+
+    def waits(size: int) -> Any:
+        return torch.ones(size, device=device).sum().item()
+
+    reason = StepGraphs(waits, device).record((16,))
+    report.check("a step that waits is not recorded", bool(reason), reason)
+    data = torch.ones(1 << 20, device=device)
+    spent_s = seconds(data.sum, device)  # frees memory and captures
+    report.check("after one that was not recorded others are", spent_s > 0)
 
 
 def check_steps(report: Report, loaded: LoadedModel) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -62,7 +63,8 @@ def check_out_of_memory(report: Report, device: torch.device, sizes: Sizes) -> N
     pair = Pair(model, None, sizes.work, sizes.max_num_batched_tokens)
     prompts = sizes.work.prompts(pair.runners["target"].vocab_size)
     pair.generate([prompts[0][:1]], 0.0, 0)  # libraries take their workspaces
-    with _little_memory(device, 48 * _MIB) as num_failures:
+    # Less than one tensor of the whole step, and a multiple of what a prompt alone takes.
+    with _little_memory(device, 96 * _MIB) as num_failures:
         scarce, _ = pair.generate(prompts, 0.0, 0)
         failures = num_failures()
     plenty, _ = Pair(model, None, sizes.work, sizes.max_num_batched_tokens).generate(prompts, 0.0, 0)
@@ -100,12 +102,12 @@ def check_processes(report: Report, device: torch.device) -> None:
     both = _results([_child("generate", device) for _ in range(2)])
     report.check("two processes on one device: the tokens of one", both == [alone, alone], f"{both}")
     left, killed = (_child("generate", device) for _ in range(2))
-    assert killed.stdout is not None
-    for line in killed.stdout:
-        if _READY in line:
-            break
-    killed.kill()
-    killed.communicate()
+    with killed:  # what it has started may hold its pipes open, so nobody reads them to their end
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            if _READY in line:
+                break
+        killed.kill()
     (text,) = _results([left])
     report.check("a process killed under load: the tokens of the one that is left", text == alone, text)
 
@@ -214,3 +216,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # what is freed on a lost device may abort the process

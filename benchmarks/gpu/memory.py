@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -54,4 +55,5 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
         runner.forget_graphs()
         del runner, loaded
         if device.type == "cuda":
+            gc.collect()  # a runner and its graphs know each other: else they are freed while others are measured
             torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -120,6 +121,7 @@ class Graphs(Generic[Key, Output]):
             Why the model cannot be recorded, for example because it waits for the device; empty if it was.
         """
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # as a capture does: what that frees is not the graphs'
             before, _ = torch.cuda.mem_get_info(self._device)
             try:
                 with torch.cuda.device(self._device), torch.inference_mode():
@@ -157,6 +159,7 @@ class Graphs(Generic[Key, Output]):
             except Exception as error:
                 # To end a capture that has failed fails too, which leaves its stream the current one.
                 torch.cuda.set_stream(current)
+                _end_allocation(pool)
                 raise (failure or error) from None
             self._graphs[key] = graph, output
         current.wait_stream(stream)
@@ -233,3 +236,13 @@ def unrecordable(loaded: LoadedModel, kernel: str, states: StatePool | SnapshotP
     if kernel == "gather" and loaded.device.type != "cpu":
         return "its attention kernel reads sizes back"
     return ""
+
+
+def _end_allocation(pool: tuple[int, int]) -> None:
+    """Tell the allocator that a capture is over which has failed: before torch 2.12 it is not told, and frees nothing.
+
+    See github.com/pytorch/pytorch/pull/180395.
+    """
+    with suppress(RuntimeError):  # it knows
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)

@@ -78,12 +78,17 @@ def test_a_capture_that_fails_says_why_and_leaves_its_stream(monkeypatch: pytest
         "current_stream": lambda: current[0],
         "set_stream": current.append,
         "empty_cache": lambda: None,
+        "current_device": lambda: 0,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    ended: list[tuple[str, int, tuple[int, int]]] = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *arguments, name=name: ended.append((name, *arguments)))
     failure = StepGraphs(waits, torch.device("cuda")).record((16,))
     assert failure == "its step cannot be recorded: RuntimeError: operation not permitted when stream is capturing"
     assert current == [current[0]] * 2
+    assert ended == [("_cuda_endAllocateToPool", 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
 
 
 def test_sizes_reach_to_all_rows_with_full_drafts() -> None:

@@ -54,15 +54,39 @@ def compiled_for(capability: int) -> Iterator[list[CompiledKernel]]:
             found.append(kernel)
 
     found: list[CompiledKernel] = []
+    with _gpu(capability, capability) as patch:
+        patch.setattr(JITFunction, "run", compile_alone)
+        yield found
+
+
+@contextmanager
+def versions_for(capability: int) -> Iterator[set[tuple[str, str]]]:
+    """The versions of kernels that would be compiled where they are launched: their names and keys."""
+    found: set[tuple[str, str]] = set()
+    run = JITFunction.run
+
+    def take(self: JITFunction, key: str, *_: object) -> None:
+        found.add((self.fn.__name__, key))
+
+    def bind(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
+        run(self, *args, grid=grid, warmup=True, **options)
+
+    with _gpu(capability, object()) as patch:  # of a device that has none yet
+        patch.setattr(JITFunction, "_do_compile", take)
+        patch.setattr(JITFunction, "run", bind)
+        yield found
+
+
+@contextmanager
+def _gpu(capability: int, device: object) -> Iterator[pytest.MonkeyPatch]:
     fake = SimpleNamespace(
-        get_current_device=lambda: capability,
+        get_current_device=lambda: device,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_alone)
         patch.setattr(driver, "_active", fake)
-        yield found
+        yield patch
 
 
 def examined(kernel: CompiledKernel, capability: int) -> Compiled:

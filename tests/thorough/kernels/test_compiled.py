@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from specdec.cache.recurrent.rescan import Rescan
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.kernels.recurrent import StateTensors
 from specdec.kernels.sample import SampleStep
 from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
@@ -17,8 +18,10 @@ from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionS
 from specdec.kernels.triton import recurrent
 from specdec.kernels.triton.attention import TritonAttention, write_cache
 from specdec.kernels.triton.sample import TritonSampler
+from specdec.sampling.pipeline import Sampler
+from specdec.sampling.rows import RowGroup, Rows
 from tests.sizes import one_of_each, some
-from tests.thorough.kernels.compiling import compiled_for, examined
+from tests.thorough.kernels.compiling import compiled_for, examined, versions_for
 
 META = torch.device("meta")
 CAPABILITIES = (80, 100, 90)
@@ -141,6 +144,19 @@ def test_sampling_spills_nothing_and_rounds_each_operation(capability: int) -> N
         print(capability, found)
         assert not found.spilled_bytes, found
         assert not found.contracted, found
+
+
+def test_sampling_has_one_version_for_all_numbers_of_sequences() -> None:
+    """Whose arrays lie behind one another: where one begins, and how that is aligned, follows from the numbers."""
+    params = SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.1)
+    kernels = Sampler(4096, on_kernels=True).kernels(torch.device("cpu"))
+    assert kernels is not None
+    with versions_for(90) as found:
+        for number in (1, 2, 3, 4, 17):
+            groups = [RowGroup(SequenceSpec(params, seed, 2, 8), [3, 4], (5, 6)) for seed in range(number)]
+            kernels.sample(torch.zeros(3 * number, 4096), kernels.lay_out(Rows(groups)))
+    names = ("_edit", "_scale", "_truncate", "_choose", "_settle", "_walk")
+    assert Counter(name for name, _ in found) == dict.fromkeys(names, 1)
 
 
 def recurrent_scan(kind: str) -> Scan:
