@@ -205,6 +205,7 @@ class Staging:
         tensors: The fields on the device, as the newest upload has left them.
     """
 
+    @torch.inference_mode(False)  # what is made in that mode could not be written outside of it
     def __init__(self, layout: Layout, device: torch.device, depth: int = 2, num_extra_words: int = 0) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
@@ -330,6 +331,7 @@ class Record:
         tensors: The fields on the device, for the step to write.
     """
 
+    @torch.inference_mode(False)  # what is made in that mode could not be written outside of it
     def __init__(self, layout: Layout, device: torch.device, depth: int = 2) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")

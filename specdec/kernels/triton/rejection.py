@@ -19,12 +19,6 @@ _NUM_ACCEPTED, _FLAGS, _NUM_FIXED = (
 _CERTAIN = tl.constexpr(1 << 40)
 _TARGET = tl.constexpr(2)
 """``Purpose.TARGET``."""
-PACKED = (
-    *("sequence", "position", "draft", "parent", "grammar", "first", "count", "top_k", "slot", "allowed", "rejects"),
-    *("temperature", "min_p"),
-)
-"""Arguments that lie behind one another, so that their alignment follows from the numbers of rows: kernels are compiled
-once, and not for each of them."""
 
 
 @triton.jit
@@ -57,7 +51,7 @@ def _share(token, ids, probs, row, total, V: tl.constexpr, WIDTH: tl.constexpr):
     return (q.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def weigh(
     scaled, threshold, chosen, block_mass, sequence, temperature,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_TRUNCATION: tl.constexpr,
@@ -78,7 +72,7 @@ def _uniform(high, low):
     return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def descend(
     scaled, threshold, chosen, block_mass, row_flags, draft, parent, position, ids, probs, first, count, rejects, seed,
     temperature, left, last_row, goal, record, record_row,
@@ -155,7 +149,7 @@ def descend(
     tl.store(to + _FLAGS, flags)
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def draw(
     scaled, threshold, chosen, parent, ids, probs, first, count, rejects, temperature, left, last_row, goal,
     record, record_row,

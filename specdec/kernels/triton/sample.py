@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.kernels import sample
 from specdec.kernels.sample import SampleStep, record_width
 from specdec.kernels.triton.fixed import gumbel, mass, words
-from specdec.kernels.triton.rejection import PACKED, cell, descend, draw, weigh
+from specdec.kernels.triton.rejection import cell, descend, draw, weigh
 
 _BLOCK = 1024
 _MAX_TOP = 32
@@ -54,10 +54,7 @@ def _masked(x, token, masks, number, WORDS: tl.constexpr, V: tl.constexpr):
     return tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
 
 
-_COUNTS = ["num_rows", "num_ahead", "num_biases", "num_ended", "num_bad"]
-
-
-@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=PACKED)
+@triton.jit(do_not_specialize=["num_rows", "num_ahead", "num_biases", "num_ended", "num_bad"])
 def _edit(
     logits, edited, best, sequence, ahead, slot, penalties, counts, prompt_bits, bias_token, bias, allowed,
     grammar, masks, ended, bad, logits_row, num_rows, num_ahead, num_biases, num_ended, num_bad,
@@ -109,7 +106,7 @@ def _edit(
         tl.store(best + _GRAMMAR * size + to, tl.max(given, 0))
 
 
-@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=PACKED)
+@triton.jit(do_not_specialize=["num_rows", "num_bad"])
 def _scale(
     logits, edited, best, block_top, row_flags, sequence, temperature, grammar, masks, bad, logits_row, num_rows,
     num_bad, V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -183,7 +180,7 @@ def _select(scaled, block_top, row, goal, least, BY_MASS: tl.constexpr,
     return found
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def _truncate(
     scaled, block_top, threshold, sequence, temperature, top_k, top_p, min_p,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -215,7 +212,7 @@ def _truncate(
     tl.store(threshold + row, tl.maximum(value, tl.load(min_p + owner)))
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def _choose(
     scaled, threshold, block_top, block_best, block_token, scores, sequence, position, seed, temperature,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_TRUNCATION: tl.constexpr,
@@ -244,7 +241,7 @@ def _choose(
     tl.store(block_token + row * BLOCKS + block, tl.min(tl.where(x == highest, token, _NO_TOKEN), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def _settle(
     block_best, block_token, chosen, sequence,
     BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
@@ -259,7 +256,7 @@ def _settle(
     tl.store(chosen + row, tl.where(best == _NO_TOKEN, -1, best))
 
 
-@triton.jit(do_not_specialize_on_alignment=PACKED)
+@triton.jit
 def _walk(
     chosen, row_flags, draft, parent, first, count, rejects, record, record_row,
     MAX_ROWS: tl.constexpr,

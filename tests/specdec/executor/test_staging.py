@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.executor.staging import Field, Layout, Record, Staging
+from specdec.executor.staging import Field, Layout, Record, Staging, Uploads
 from tests.specdec.operators import Operators
 
 CPU = torch.device("cpu")
@@ -103,6 +103,18 @@ def test_records_come_back_in_order_in_one_copy_each() -> None:
     assert second.tolist() == [2] * 3
     with pytest.raises(RuntimeError, match="download comes before collect"):
         record.collect()
+
+
+def test_buffers_that_are_made_in_inference_mode_are_written_outside_of_it() -> None:
+    """Blocks are copied within a pass, and paths of trees moved behind it, by the same buffers."""
+    uploads, field = Uploads(torch.device("cpu")), Field("chosen", (2,))
+    with torch.inference_mode():
+        uploads.send([np.arange(4)])
+        record = Record(Layout((field,)), torch.device("cpu"))
+    (sent,) = uploads.send([np.array([7, 8])])
+    record.tensors["chosen"].copy_(sent)
+    record.download()
+    assert record.collect()["chosen"].tolist() == [7, 8]
 
 
 def test_on_a_gpu_only_the_event_of_a_buffer_s_own_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
