@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specdec.cache.recurrent.binding import ScanShape
 from specdec.cache.recurrent.slots import Window
+from specdec.kernels.recurrent import KeptStates
 from specdec.kernels.recurrent_metadata import ScanGroup, StateStep
 from specdec.kernels.scan import Scan
 
@@ -17,19 +20,23 @@ class OneState:
         shape: Of the scan.
         num_slots: Slots.
         window: Ignored.
+
+    Attributes:
+        kept: For kernels, which are not run over it.
     """
 
     def __init__(self, shape: ScanShape, num_slots: int, window: Window) -> None:
         self._pool = torch.zeros(num_slots, *shape.state_shape, device=shape.device)
+        self.kept = KeptStates(self._pool, self._pool, ())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return self._pool.nbytes
 
-    def clear(self, slot: int) -> None:
-        """Make a slot that of an empty sequence."""
-        self._pool[slot] = 0
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots those of empty sequences."""
+        self._pool[slots] = 0
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""

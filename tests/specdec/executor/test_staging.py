@@ -164,3 +164,11 @@ def test_a_layout_takes_words_alone_and_each_name_once() -> None:
         Field("a", (1,), torch.bfloat16)
     with pytest.raises(ValueError, match="names of their own"):
         Layout((Field("a", (1,)), Field("a", (2,))))
+
+
+def test_uploads_that_begin_in_inference_mode_go_on_out_of_it() -> None:
+    uploads = Uploads(torch.device("cpu"))
+    with torch.inference_mode():
+        uploads.send([np.arange(4)])
+    (sent,) = uploads.send([np.arange(1, 5)])
+    assert sent.tolist() == [1, 2, 3, 4]
