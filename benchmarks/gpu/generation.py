@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
@@ -88,7 +88,8 @@ class Pair:
             max_draft_tokens=MOST_DRAFT_TOKENS,
         )
         for role, runner in self.runners.items():
-            record(report, f"the {role}", runner, limits)
+            num_passes = NUM_CHAINED_PASSES if role == "draft" else 0
+            record(report, f"the {role}", runner, replace(limits, num_chained_passes=num_passes))
         self._make_backends()
 
     def _make_backends(self) -> None:

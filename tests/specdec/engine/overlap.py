@@ -37,7 +37,13 @@ class OverlapService:
         self.target = TargetMachine("target", target, times)
         self.drafter = DrafterMachine("drafter", drafter, times)
         self.drafters = [self.drafter, *(DrafterMachine(name, backend, times) for name, backend in others.items())]
-        self._machines = {m.name: m for m in (self.ingress, self.router, self.target, *self.drafters)}
+        machines: tuple[IngressMachine | RouterMachine | TargetMachine | DrafterMachine, ...] = (
+            self.ingress,
+            self.router,
+            self.target,
+            *self.drafters,
+        )
+        self._machines = {machine.name: machine for machine in machines}
         for name in ("target", "drafter", *others):
             self.router.worker_joined(name, name, 0.0)
         self.ingress.router_joined("router", 0.0)
