@@ -61,7 +61,7 @@ def write_record(report: Report, device: torch.device) -> None:
     except OSError as error:
         report.say(f"graphs are right here, but {path} cannot be written: {error}; it should say:\n{text}")
     else:
-        report.say(f"graphs are right here: {path} says so, and executor: auto takes them from now on")
+        report.say(f"graphs are right here: executor: auto takes them from now on, as {path} says:\n{text}")
 
 
 def check_refusal(report: Report, device: torch.device) -> None:
