@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+import specdec.executor.runner as runner_module
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SamplingParams
 from specdec.executor.rows import RowInput
@@ -105,7 +107,7 @@ def test_scarce_blocks_change_no_token(references: dict[str, tuple]) -> None:
 
 def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that keeps one refused position visible gives other tokens, and the tests above see it."""
-    truncate, reserve, lay_out = ModelRunner.truncate, ModelRunner.reserve, ModelRunner._lay_out
+    truncate, reserve, lay_out = ModelRunner.truncate, ModelRunner.reserve, runner_module.lay_out_rows
     rolled_back: set[int] = set()
 
     def noting_truncate(self: ModelRunner, sequence: CachedSequence, length: int) -> None:
@@ -113,8 +115,8 @@ def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], mo
             rolled_back.add(id(sequence))
         truncate(self, sequence, length)
 
-    def off_by_one(self: ModelRunner, rows: list[RowInput]) -> StepRows:
-        own = lay_out(self, rows)
+    def off_by_one(rows: list[RowInput], *more: Any) -> StepRows:
+        own = lay_out(rows, *more)
         late = np.array([id(row.sequence) in rolled_back for row in rows], np.int64)
         return replace(own, num_cached=own.num_cached + late)
 
@@ -126,6 +128,6 @@ def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], mo
     cases = make_cases(GREEDY)
     for broken in (False, True):
         if broken:
-            monkeypatch.setattr(ModelRunner, "_lay_out", off_by_one)
+            monkeypatch.setattr(runner_module, "lay_out_rows", off_by_one)
         outputs, _ = run(make_service("llama", HALF_RIGHT["llama"], 3), cases)
         assert (outputs == wanted) != broken

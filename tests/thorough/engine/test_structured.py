@@ -256,6 +256,10 @@ def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert [one.num_mask_calls for one in matchers_of(engine)] == before
 
 
+VIEWS = {f"aten.{name}" for name in ("slice.Tensor", "view.dtype", "view.default", "detach.default")}
+"""Those of uploads are kept as long as shapes stay, and blocks that are copied depend on what the cache holds."""
+
+
 def test_steps_without_a_grammar_are_as_if_there_were_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same operators in the same order, in both models, for a batch that comes after one with a grammar."""
     engine = engine_of("plain")
@@ -264,7 +268,7 @@ def test_steps_without_a_grammar_are_as_if_there_were_none(monkeypatch: pytest.M
     def operators() -> list[str]:
         with Operators() as counted:
             engine.generate_batch(PROMPTS, SamplingParams(temperature=1.0, top_p=0.9), seed=1, max_tokens=12)
-        return counted.names
+        return [name for name in counted.names if name not in VIEWS]
 
     operators()  # what is kept from step to step is there
     able = operators()

@@ -14,8 +14,7 @@ from specdec.core.types import Tokens
 from specdec.receipts.audit import Answer, Auditor
 from specdec.receipts.format import Receipt
 from specdec.receipts.scoring import OTHER_CHUNK_TOKENS, Scorer
-
-from .answers import PROMPTS, answer, make_engine, own, single, source, with_token
+from tests.specdec.receipts.answers import PROMPTS, answer, make_engine, own, single, source, with_token
 
 OPTIONS = BackendOptions(
     vocab_size=4096, max_model_len=1024, kv_cache_memory=64 << 20, measures_step=False, skip_parity_check=True
