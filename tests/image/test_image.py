@@ -79,7 +79,8 @@ def test_no_cache_and_no_setting_of_the_builder_is_left(root: Path) -> None:
         left = [path for path in (root / folder).rglob("*") if path.is_file() and not path.name.startswith(".")]
         assert not left, folder
     assert not (root / "etc/pip.conf").exists()
-    assert not list(root.glob("**/.cache/*"))
+    # torch makes an empty folder for its compiler, as soon as it is imported.
+    assert not [path for path in root.glob("**/.cache/**/*") if path.is_file()]
 
 
 def test_only_what_the_package_is_made_of_is_in_it(root: Path) -> None:
