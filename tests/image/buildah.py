@@ -93,8 +93,8 @@ def built(folder: Path, source: Path, image: str, base: str, **arguments: str) -
         buildah.build(source, image, BASE=base, **arguments)
         yield buildah
     finally:
-        subprocess.run(buildah.command("rm", "--all"), timeout=120)
-        subprocess.run(buildah.command("rmi", "--all", "--force"), timeout=120)
+        subprocess.run(buildah.command("rm", "--all"), timeout=1200)
+        subprocess.run(buildah.command("rmi", "--all", "--force"), timeout=1200)
 
 
 def said(buildah: Buildah, container: str, *words: str, **environment: str) -> str:
