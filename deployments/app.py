@@ -113,6 +113,8 @@ class DraftPoolArgs(AppArgs):
     def _has_a_model(self) -> "DraftPoolArgs":
         if not self.has_own_draft:
             raise refused_key("draft.model", "draft.model: a pool needs a draft model of its own")
+        if self.drafters:
+            raise refused_key("drafters", "drafters: a pool has one draft model; name others in the applications")
         return self
 
     def app_args(self) -> AppArgs:

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.config.app import AppArgs
 from cluster.config.models import ModelConfig, mib
 from cluster.config.replicas import Replicas, Updates, most
-from cluster.launch.placement import ActorShare, Placement
+from cluster.launch.placement import ActorShare, Placement, actor_key
 from cluster.models.sources import draft_source, target_source
 from specdec.core.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
@@ -191,7 +191,8 @@ def _check(
             f"{role}.model",
             f"{role}.model: {source.path} takes {mib(least.weights_bytes)} of weights at least, and one sequence of "
             f"{length} tokens {mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s), {mib(room)} at most: "
-            f"give it more with actors.{role}.num_gpus, quantize it with {role}.quantization, or lower max_model_len",
+            f"give it more with {actor_key(role)}.num_gpus, quantize it with {role}.quantization, or lower "
+            "max_model_len",
         )
 
 

@@ -15,8 +15,9 @@ from specdec.core.types import Adapter, Finish
 
 Acceptance = Literal["coupled", "rejection"]
 Exactness = Literal["fast", "strict"]
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Whether a token's logits have the same bits in whatever step it is read; see :mod:`specdec.executor.tiles`."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Of which distribution log probabilities are: the model's, or the one that is sampled from."""
 
 LEAST_TEMPERATURE = 1e-5
 """Below it only tokens tied within rounding would share the probability, and float32 comes to its end."""

@@ -139,9 +139,12 @@ def build_target(
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     heads = None
     if built.heads is not None and options.heads is not None:
-        most, tree_tokens = options.heads.most_tokens, options.heads.tree_tokens
-        heads = HeadDrafter(built.heads, built.runner, sampler, most, tree_tokens)
-    most_draft_tokens = max(options.max_draft_tokens, 0 if options.heads is None else options.heads.tree_tokens)
+        most = options.heads.most_tokens
+        heads = HeadDrafter(built.heads, built.runner, sampler, most, options.heads.tree_tokens)
+    tree_tokens = MAX_TREE_TOKENS if options.merges_drafts else 0
+    if options.heads is not None:
+        tree_tokens = max(tree_tokens, options.heads.tree_tokens)
+    most_draft_tokens = max(options.max_draft_tokens, tree_tokens)
     num_batched_tokens = _max_num_batched_tokens(built.loaded, options)
     limits = StepLimits(options.max_num_seqs, num_batched_tokens)
     warm_sampling(sampler, built.runner.no_logits, limits, most_draft_tokens)

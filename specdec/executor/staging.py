@@ -279,8 +279,7 @@ class Uploads:
         num_words = num_words_of(arrays)
         if self.staging is None or self.staging.num_extra_words < num_words:
             size = 1 << max(0, num_words - 1).bit_length()
-            with torch.inference_mode(False):  # what is made in that mode cannot be changed out of it
-                self.staging = Staging(Layout(()), self._device, num_extra_words=size)
+            self.staging = Staging(Layout(()), self._device, num_extra_words=size)
         self.staging.begin()
         return self.staging.upload(arrays)
 
