@@ -47,8 +47,8 @@ class ExecutorLimits:
         max_draft_tokens: Most draft tokens of a row.
         has_trees: Whether drafts may be trees.
         num_extra_words: Room for what goes to the device along with a step; see :meth:`ModelRunner.forward`.
-        num_chained_passes: Most passes of a chain; see :mod:`specdec.executor.chains`. 0 records none. Those of more than 32
-            are launched pass by pass.
+        num_chained_passes: Most passes of a chain; see :mod:`specdec.executor.chains`. 0 records none. Chains of
+            over 32 are launched pass by pass.
         num_guesses: Most other tokens that are ranked beside each of a chain.
     """
 
