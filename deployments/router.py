@@ -48,6 +48,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             args.protocol.times(),
             fingerprints=own,
             max_reopens=args.limits.max_reopens,
+            keeps_numeric=args.exactness == "strict",
             outlives_contract=args.numeric_contract_lost == "continue",
             drafters=drafters,
         )

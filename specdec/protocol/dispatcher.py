@@ -122,6 +122,7 @@ class Worker:
         is_silent: Nothing was heard for too long; it gets no sequence until it is heard again.
         is_draining: It takes no sequences any more (rule 15).
         is_other_model: It has refused a sequence because its model is another (rule 14).
+        numeric: The numeric contract that it has told with tokens (rule 17); empty until then.
         asked_s: When it was sent a renewal that it has not answered yet.
         num_links: Links to it: its load.
         prefixes: What it was given to read.
@@ -133,6 +134,7 @@ class Worker:
     is_silent: bool = False
     is_draining: bool = False
     is_other_model: bool = False
+    numeric: str = ""
     asked_s: float | None = None
     num_links: int = 0
     prefixes: CachedPrefixes = field(default_factory=CachedPrefixes)
@@ -185,14 +187,25 @@ class WorkerPool:
             name: one for name, one in workers if one.kind == kind and one.takes_sequences and name not in apart_from
         }
 
+    def of_contract(self, numeric: str) -> dict[str, Worker]:
+        """Targets that take sequences, and have told a numeric contract."""
+        return {name: one for name, one in self._able("target").items() if one.numeric == numeric}
+
     def least_loaded(self, kind: WorkerKind, apart_from: Container[str] = ()) -> str | None:
         """The worker of a kind with the fewest links; None where none takes sequences."""
         able = self._able(kind, apart_from)
         return min(able, key=lambda name: (able[name].num_links, name), default=None)
 
-    def choose(self, kind: WorkerKind, session: Session) -> str | None:
-        """The worker of a kind that a sequence is to be opened on; None where none takes sequences."""
-        able = self._able(kind, session.refused_by)
+    def choose(self, kind: WorkerKind, session: Session, numeric: str = "") -> str | None:
+        """The worker of a kind that a sequence is to be opened on; None where none takes sequences.
+
+        Args:
+            kind: Of the worker.
+            session: The sequence.
+            numeric: The contract that it keeps to: who has told the same goes first. Empty for none.
+        """
+        able = self.of_contract(numeric) if numeric else {}
+        able = able or self._able(kind, session.refused_by)
         if len(able) < 2:
             return next(iter(able), None)
         digests = _digests(session)
@@ -253,6 +266,7 @@ class Dispatcher:
         lease_s: For which sequences are opened.
         fingerprints: Of the models that workers must have (rule 14).
         drafters: Names of its drafters.
+        keeps_numeric: Whether sequences keep to the numeric contract by which they have begun (rule 17).
 
     Attributes:
         workers: Those that can be reached.
@@ -268,6 +282,7 @@ class Dispatcher:
         lease_s: float,
         fingerprints: Fingerprints,
         drafters: Sequence[str],
+        keeps_numeric: bool,
     ) -> None:
         self._kinds: tuple[WorkerKind, ...] = ("target", *drafters)
         self._router = router
@@ -276,6 +291,7 @@ class Dispatcher:
         self._quarantine = quarantine
         self.lease_s = lease_s
         self._fingerprints = fingerprints
+        self._keeps_numeric = keeps_numeric
         self.workers = WorkerPool(counters)
 
     def place(self, session: Session, link: WorkerLink, now_s: float) -> None:
@@ -284,7 +300,7 @@ class Dispatcher:
         It goes where most of it is cached, if that worker is not too loaded, else to the least loaded.
         """
         self._counters.num_reopened += self.workers.detach(link)
-        name = self.workers.choose(link.kind, session)
+        name = self.workers.choose(link.kind, session, self._kept_numeric(session, link))
         if name is not None:
             self.workers.attach(link, name)
             self.open(session, link, now_s)
@@ -332,7 +348,7 @@ class Dispatcher:
             fingerprint=fingerprints.deciding(session.spec.model) if is_deciding else fingerprints.vocabulary,
             suspects="" if group is None else group.name,
             output=session.log.tail(len(session.log.prompt)),
-            numeric=session.numeric if is_deciding and session.numeric != SEVERAL_CONTRACTS else "",
+            numeric=_numeric(session, link),
             drafter=DRAFTER if is_deciding else link.kind,
         )
         self.send(link, message)
@@ -401,7 +417,10 @@ class Dispatcher:
                     self.open(session, session.target, now_s)
 
     def hand_over(self, sessions: Iterable[Session], now_s: float) -> None:
-        """Take from workers that drain what another of their kind can go on with; suspects first take their step."""
+        """Take from workers that drain what another of their kind can go on with; suspects first take their step.
+
+        What keeps to a numeric contract stays until another target is known to have the same (rule 17).
+        """
         draining = {
             name
             for name, worker in self.workers
@@ -409,10 +428,22 @@ class Dispatcher:
         }
         for session in sessions if draining else ():
             for link in session.links:
-                if link.worker in draining and not _is_suspected(session, link):
+                if link.worker not in draining or _is_suspected(session, link):
+                    continue
+                numeric = self._kept_numeric(session, link)
+                if not numeric or self.workers.of_contract(numeric):
                     self._counters.num_handed_over += 1
                     self.close(session, link)
                     self.place(session, link, now_s)
+
+    def _kept_numeric(self, session: Session, link: WorkerLink) -> str:
+        """The numeric contract that a link's worker must have; empty where any will do."""
+        return _numeric(session, link) if self._keeps_numeric else ""
+
+
+def _numeric(session: Session, link: WorkerLink) -> str:
+    """The numeric contract by which a session has begun, for its target; empty where there is not one."""
+    return session.numeric if link is session.target and session.numeric != SEVERAL_CONTRACTS else ""
 
 
 def _is_suspected(session: Session, link: WorkerLink) -> bool:

@@ -53,6 +53,7 @@ class RouterMachine:
         max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
         drafters: Names of the drafters, each with workers of its own: all draft for a sequence (rule 18). The first is
             the one that sequences of the draft model ask, and that drafts under the rejection rule.
+        keeps_numeric: Whether targets refuse sequences that have begun by another numeric contract (rule 17).
         outlives_contract: Whether a sequence goes on where no target of its numeric contract is left (rule 17).
 
     Attributes:
@@ -69,6 +70,7 @@ class RouterMachine:
         fingerprints: Fingerprints = UNKNOWN,
         max_reopens: int = 3,
         drafters: Sequence[str] = (DRAFTER,),
+        keeps_numeric: bool = False,
         outlives_contract: bool = False,
     ) -> None:
         self.name = name
@@ -84,7 +86,14 @@ class RouterMachine:
         self._outbox = Outbox()
         self.quarantine = Quarantine(name, max_reopens)
         self._dispatcher = Dispatcher(
-            name, self._outbox, self.counters, self.quarantine, times.lease_s, fingerprints, self.drafters
+            name,
+            self._outbox,
+            self.counters,
+            self.quarantine,
+            times.lease_s,
+            fingerprints,
+            self.drafters,
+            keeps_numeric,
         )
         self.workers = self._dispatcher.workers
         self._renewed_s = float("-inf")
@@ -318,6 +327,9 @@ class RouterMachine:
         if not self._takes(session, message):
             self._dispatcher.reopen(session, session.target, "another history", now_s)
             return
+        worker = self.workers.get(session.target.worker)
+        if worker is not None:
+            worker.numeric = message.numeric or worker.numeric
         if message.tokens:
             session.decided_by(message.numeric)
         if message.tokens or message.finish is not None:

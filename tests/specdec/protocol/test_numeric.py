@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from specdec.core.messages import (
     SEVERAL_CONTRACTS,
     Ack,
     Alive,
+    Close,
     End,
     Epoch,
     NewTokens,
@@ -20,7 +22,7 @@ from specdec.core.messages import (
 from specdec.protocol.ingress import NUMERIC_CONTRACT, IngressMachine
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.scripted import PROMPT
-from tests.specdec.protocol.test_router import SPEC, TIMES, P, join, new_tokens, submitted, verdict
+from tests.specdec.protocol.test_router import SPEC, TIMES, P, join, new_tokens, submit, submitted, verdict
 from tests.specdec.protocol.test_target import Oracle, open_message
 
 
@@ -85,9 +87,57 @@ def test_where_none_of_its_contract_is_left_it_ends():
     assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
 
 
-def test_one_of_a_target_that_drains_ends_likewise():
-    machine = begun()
+def draining(**options):
+    """One whose target drains."""
+    machine = begun(**options)
     machine.receive(Alive("T0", {"is_draining": 1.0}), 0.0)
+    machine.step(0.0)
+    return machine
+
+
+def told(machine, worker, numeric):
+    """A target has begun another sequence, and told its contract."""
+    submit(machine, "u")
+    (opened,) = (message for message in machine.take_outbox()[worker] if isinstance(message, Open))
+    machine.receive(replace(verdict(0, (0,)), seq="u", epoch=opened.epoch, numeric=numeric), 0.0)
+    machine.step(2.0)
+
+
+@pytest.mark.parametrize("of_next", ["", "b"])
+@pytest.mark.parametrize("outlives", [False, True])
+def test_one_of_a_target_that_drains_is_finished_by_it_where_no_other_is_known_to_have_its_contract(of_next, outlives):
+    machine = draining(keeps_numeric=True, outlives_contract=outlives)
+    if of_next:
+        told(machine, "T1", of_next)
+    sent = machine.take_outbox()
+    assert not any(isinstance(message, Close) for message in sent.get("T0", ()))
+    assert not any(isinstance(message, Open) for message in sent.get("T1", ()))
+    machine.receive(verdict(2, (2,), finish="length"), 3.0)
+    (end,) = (message for message in machine.take_outbox()["I"] if isinstance(message, End))
+    assert (end.seq, end.finish) == ("s", "length")
+    assert machine.counters.num_handed_over == 0
+
+
+def test_one_of_a_target_that_drains_is_handed_to_another_of_its_contract():
+    machine = draining(keeps_numeric=True)
+    join(machine, "T2")
+    told(machine, "T1", "a")
+    for seq in ("v", "w"):
+        submit(machine, seq)  # T1 is now loaded more than T2, of which nothing is known
+    sent = machine.take_outbox()
+    assert Close("s", Epoch(1, 0)) in sent["T0"]
+    assert [message.numeric for message in sent["T1"] if isinstance(message, Open) and message.seq == "s"] == ["a"]
+
+
+def test_what_keeps_to_no_contract_is_handed_over_at_once():
+    sent = draining().take_outbox()
+    assert Close("s", Epoch(1, 0)) in sent["T0"]
+    assert [message.seq for message in sent["T1"] if isinstance(message, Open)] == ["s"]
+
+
+def test_one_whose_draining_target_is_gone_before_its_end_ends_where_none_of_its_contract_is_left():
+    machine = draining(keeps_numeric=True)
+    machine.worker_lost("T0", 0.0)
     machine.step(0.0)
     machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "numeric"), 0.0)
     machine.step(1.0)
