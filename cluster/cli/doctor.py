@@ -24,6 +24,7 @@ from cluster.config.app import AppArgs
 from cluster.config.files import load_config
 from cluster.config.models import ModelConfig, mib
 from cluster.launch.placement import Devices, Placement, placement_of, with_pair_placed
+from cluster.models.download import fetch_models
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.engine.shares import on_one_gpu
 from specdec.models.host_memory import host_memory
@@ -312,12 +313,22 @@ def run(arguments: argparse.Namespace) -> int:
         0 where the pair can be served, 2 where it cannot.
     """
     config = load_config(arguments.config, config_overrides(arguments))
-    findings = examine(config, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        # Without a network this takes seconds; loading would try each file five times.
+        config = config if config.draft.pool is not None else fetch_models(config, _progress)
+    except InvalidParameterError as error:
+        findings = Findings(this_machine(), None, problems=[str(error)])
+    else:
+        findings = examine(config, _progress)
     if arguments.json:
         print(json.dumps(findings.as_json()))
     else:
         print("\n".join(report(findings)))
     return EXIT_CANNOT_BE_SERVED if findings.problems else 0
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def report(findings: Findings) -> Iterator[str]:

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cluster.cli.doctor
+from cluster.cli import main
 from cluster.cli.doctor import Findings, Gpu, Hardware, report, steps_line
 from cluster.config.app import AppArgs
 from cluster.models.demos import demo_folder
@@ -94,3 +97,17 @@ def test_both_models_in_one_process_have_caches_for_as_many_tokens(
 def test_a_draft_whose_step_is_no_shorter_is_called_too_slow() -> None:
     assert steps_line(0.2) == "the draft's step takes 0.20 of the target's"
     assert "too slow to help: take a smaller draft" in steps_line(1.0)
+
+
+def test_a_model_that_the_hub_does_not_give_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_args: object, **_options: object) -> str:
+        raise LocalEntryNotFoundError("the hub cannot be reached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(cluster.cli.doctor, "examine", lambda *_args: pytest.fail("loaded"))
+    assert main(["doctor", "some/target"]) == 2
+    *_, problem, verdict = capsys.readouterr().out.splitlines()
+    assert problem == "problem    target.model: cannot get some/target: the hub cannot be reached"
+    assert verdict == "verdict    cannot be served"
