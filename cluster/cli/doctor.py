@@ -26,6 +26,8 @@ from cluster.config.models import ModelConfig, mib
 from cluster.launch.placement import Devices, Placement, placement_of, with_pair_placed
 from cluster.models.download import fetch_models
 from specdec.core.errors import InvalidParameterError, SpecdecError
+from specdec.drafting.length.estimates import PRIOR_RATE
+from specdec.drafting.length.modes import Bounds, Conditions, StepTime, StepTimes, best_by_mode, pace
 from specdec.engine.shares import on_one_gpu
 from specdec.models.host_memory import host_memory
 
@@ -351,10 +353,25 @@ def report(findings: Findings) -> Iterator[str]:
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
 
 
+EXPECTED_RATES = (0.6, 0.7, 0.8)
+"""Shares of draft tokens that are accepted, for which it is said what to expect."""
+
+
 def steps_line(share: float) -> str:
-    """How the draft's step stands to the target's; both were timed with nothing beside them."""
-    slow = ": too slow to help: take a smaller draft, or a faster device" if share >= 1 else ""
-    return f"the draft's step takes {share:.2f} of the target's{slow}"
+    """How the draft's step stands to the target's, timed with nothing beside them, and what to expect of it."""
+    takes = f"the draft's step takes {share:.2f} of the target's"
+    if share >= 1:
+        return f"{takes}: too slow to help: take a smaller draft, or a faster device"
+    target, draft = (StepTimes((StepTime(1, 1, seconds, 1),)) for seconds in (1.0, share))
+    alone = Conditions(target, target, draft, 1, 1, 0.0, PRIOR_RATE)
+
+    def gains(bounds: Bounds) -> str:
+        best = (max(pace(one, alone, rate) for one in best_by_mode(alone, rate, bounds)) for rate in EXPECTED_RATES)
+        return " / ".join(f"{gain:.1f}" for gain in best)
+
+    where = f"where {' / '.join(map(str, EXPECTED_RATES))} of its tokens are accepted"
+    in_turn = gains(Bounds(modes=frozenset({"sequential"})))
+    return f"{takes}; {where}: at most {gains(Bounds())} times plain at one stream, in turn {in_turn}"
 
 
 def machine_lines(machine: Hardware) -> Iterator[str]:
