@@ -15,6 +15,8 @@ from itertools import accumulate
 from struct import Struct
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.drafts import depths
 from specdec.core.messages import Candidates
@@ -72,6 +74,36 @@ class Script:
         drawn = _uniform(seed, position, b"rank")
         reached = (drawn < share for share in accumulate(RANK_SHARES[:-1]))
         return next((rank for rank, is_reached in enumerate(reached, 1) if is_reached), len(RANK_SHARES))
+
+
+LOGIT_SCALE, ERROR_SCALE = 3.0, 0.88
+"""Deviations of the target's logits, and of a drafter's errors: it is right at .7 of places."""
+_SHARED, _OWN = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ErringScript(Script):
+    """What a drafter says whose logits are the target's with errors, which it has in part in common with others.
+
+    Both add the same Gumbel noise. Logits, noise and errors are drawn by position; ``acceptance_rate`` and
+    ``next_guess_rate`` do not count.
+
+    Attributes:
+        number: Of the drafter: others err elsewhere.
+        correlation: Of its logits' errors with those of any other, in [0, 1].
+    """
+
+    number: int = 0
+    correlation: float = 0.0
+
+    def _true_rank(self, seed: int, position: int) -> int | None:
+        size = len(self.vocabulary)
+        shared = np.random.default_rng((_SHARED, seed, position))
+        scores = LOGIT_SCALE * shared.standard_normal(size) + shared.gumbel(size=size)
+        own = np.random.default_rng((_OWN, seed, position, self.number)).standard_normal(size)
+        errors = self.correlation**0.5 * shared.standard_normal(size) + (1 - self.correlation) ** 0.5 * own
+        drafted = scores + ERROR_SCALE * errors
+        return int((drafted > drafted[scores.argmax()]).sum())
 
 
 class ScriptedTarget:

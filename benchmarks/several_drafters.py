@@ -1,0 +1,348 @@
+"""What a drafter gains that is slow, what a second one adds, and what bad ones cost, on emulated devices.
+
+    python -m benchmarks.several_drafters [--pairs 12] [--target 300] [--draft 60] [CASE ...]
+
+Router, ingress, target and drafters are the service's own, each worker on a thread of its own, and their messages
+travel as bytes within this process. A step takes its time by the clock; tokens come from scripts. Every pair decodes
+the same texts in two ways, one after the other, and has a ratio of tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.emulation import EmulatedDevice, EmulatedDrafter, EmulatedTarget, step_cost
+from benchmarks.limits import ScriptedPair
+from benchmarks.scripted import ErringScript, Script, ScriptedDrafter, ScriptedTarget
+from deployments.transport.host import Host, LoopHost, WorkerHost
+from deployments.transport.wire import FrameReader, Messages, frames
+from specdec.core.messages import DRAFTER
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.modes import Bounds
+from specdec.drafting.length.plans import PlanController, Planner, fixed_plan
+from specdec.engine.observed import ObservedDrafter, ObservedTarget
+from specdec.engine.timing import StepMetrics, profile_drafter, profile_target
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import IngressMachine, TokenDelta
+from specdec.protocol.leases import Times
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.target import TargetMachine
+from specdec.protocol.target_sequence import TargetSequence
+
+VOCABULARY, MAX_LEN, ALPHA, NEXT_GUESS_RATE = tuple(range(64)), 4096, 0.7, 0.95
+NUM_DRAFT_TOKENS, NUM_BRANCHES = 5, 16
+KILLED_EVERY_S, REPLACED_AFTER_S = 5.0, 2.0
+STUDENT = 2.201
+"""95% of Student's distribution lies within so many deviations for twelve pairs, and more than 95% for more."""
+TIMES = Times()
+SCRIPT = Script(ALPHA, NEXT_GUESS_RATE, VOCABULARY)
+LIAR = Script(0.0, 0.0, VOCABULARY)
+OUTCOMES = fixed_plan(NUM_DRAFT_TOKENS, "overlap", num_branches=NUM_BRANCHES)
+
+
+class RunsTarget(TargetMachine):
+    """Notes for each round with drafts how many tokens of each drafter's chain were right.
+
+    Attributes:
+        runs: By round; who had no draft is not there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runs: list[dict[str, int]] = []
+
+    def _credit_drafters(self, sequence: TargetSequence, run: tuple[int, ...], num_accepted: int) -> None:
+        super()._credit_drafters(sequence, run, num_accepted)
+        said = {name: tokens for name, tokens, *_ in sequence.proposed}
+        self.runs.append({name: _num_same(tokens, run[:num_accepted]) for name, tokens in said.items()})
+
+
+def _num_same(tokens: Sequence[int], run: Sequence[int]) -> int:
+    return next(
+        (i for i, (one, other) in enumerate(zip(tokens, run, strict=False)) if one != other), min(len(tokens), len(run))
+    )
+
+
+@dataclass
+class Swarm:
+    """A target and its drafters under a router, and the ingress that asks it.
+
+    Args:
+        planner: Of the router; a controller has its workers profile their steps.
+        drafters: By name, what each says and how long its step takes, in ms.
+        target_cost: As in ``100+0.5/token``, in ms.
+    """
+
+    planner: Planner | PlanController
+    drafters: dict[str, tuple[Script, str]]
+    target_cost: str
+    script: Script = SCRIPT
+    hosts: dict[str, Host[Any]] = field(default_factory=dict)
+    _links: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
+    _ended: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    _tokens: dict[str, list[int]] = field(default_factory=dict)
+    _num_requests: int = 0
+
+    async def start(self) -> None:
+        """Start all, and link them."""
+        self.router = RouterMachine("router", self.planner, TIMES, drafters=tuple(self.drafters))
+        self.hosts["router"] = LoopHost(self.router)
+        ingress = IngressMachine("ingress", TIMES)
+        self.hosts["ingress"] = LoopHost(ingress, after=lambda machine: self._deliver(machine.take_deliveries()))
+        for host in self.hosts.values():
+            host.start()
+        self._link("ingress")
+        self.hosts["ingress"].tell(lambda machine, now_s: machine.router_joined("router", now_s))
+        target = EmulatedTarget(ScriptedTarget(self.script, MAX_LEN), EmulatedDevice(step_cost(self.target_cost)))
+        self.target = RunsTarget("target", *await self._observed(target, ObservedTarget, profile_target))
+        self._join("target", "target", self.target)
+        for name in self.drafters:
+            await self.start_drafter(name)
+
+    async def _observed(self, backend: Any, observed: Any, profile: Any) -> tuple[Any, Times, Any]:
+        """What a machine takes: its backend, the protocol's times, and how to read what was measured."""
+        steps = StepMetrics()
+        if isinstance(self.planner, PlanController):
+            await asyncio.to_thread(profile, backend, steps.profiled)
+        return observed(backend, [steps]), TIMES, steps.metrics
+
+    async def start_drafter(self, kind: str, replica: str = "") -> None:
+        """Start a drafter's replica."""
+        script, cost = self.drafters[kind]
+        backend = EmulatedDrafter(ScriptedDrafter(script, MAX_LEN), EmulatedDevice(step_cost(cost)))
+        name = kind + replica
+        machine = DrafterMachine(name, *await self._observed(backend, ObservedDrafter, profile_drafter))
+        self._join(name, kind, machine)
+
+    async def keep_killing(self, kind: str) -> None:
+        """A drafter's replica dies every few seconds, and is replaced a while later."""
+        name, number = kind, 0
+        while True:
+            await asyncio.sleep(KILLED_EVERY_S)
+            self.hosts.pop(name).stop()
+            for link in self._links.pop(name):
+                link.cancel()
+            self.hosts["router"].tell(lambda machine, now_s, name=name: machine.worker_lost(name, now_s))
+            await asyncio.sleep(REPLACED_AFTER_S)
+            number += 1
+            name = f"{kind}#{number}"
+            await self.start_drafter(kind, f"#{number}")
+
+    def stop(self) -> None:
+        """Stop all."""
+        for links in self._links.values():
+            for link in links:
+                link.cancel()
+        for host in self.hosts.values():
+            host.stop()
+
+    def _join(self, name: str, kind: str, machine: Any) -> None:
+        self.hosts[name] = WorkerHost(machine)
+        self.hosts[name].start()
+        self._link(name)
+        self.hosts["router"].tell(lambda router, now_s: router.worker_joined(name, kind, now_s))
+
+    def _link(self, name: str) -> None:
+        ends = (name, "router"), ("router", name)
+        self._links[name] = [asyncio.create_task(self._carry(*end)) for end in ends]
+
+    async def _carry(self, sender: str, receiver: str) -> None:
+        """Messages as bytes, from one host to the other."""
+        to, reader = self.hosts[receiver], FrameReader()
+        async for batch in self.hosts[sender].attach(receiver).batches(TIMES.peer_timeout_s):
+            for data in frames(batch, self.hosts[sender].unsendable):
+                to.post(reader.decode(data, Messages).batch)
+
+    def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            self._tokens[delta.seq] += delta.tokens
+            if delta.finish is not None:
+                self._ended[delta.seq].set_result(None)
+
+    async def decode(self, seeds: Sequence[int], num_tokens: int, most_drafted: int | None) -> float:
+        """Decode texts at once; gives tokens per second of all.
+
+        Raises:
+            AssertionError: A token is not the script's.
+        """
+        loop = asyncio.get_running_loop()
+        began_s, seqs = loop.time(), []
+        for seed in seeds:
+            self._num_requests += 1
+            seq = f"s{self._num_requests}"
+            seqs.append(seq)
+            sampling = SamplingParams(ignore_eos=True)
+            spec = SequenceSpec(sampling, seed, 1, num_tokens, num_speculative_tokens=most_drafted)
+            self._tokens[seq], self._ended[seq] = [], loop.create_future()
+            self.hosts["ingress"].tell(lambda machine, now_s, seq=seq, spec=spec: machine.start(seq, (1,), spec, now_s))
+        await asyncio.gather(*(self._ended[seq] for seq in seqs))
+        seconds = loop.time() - began_s
+        for seq, seed in zip(seqs, seeds, strict=True):
+            assert self._tokens.pop(seq) == [self.script.true_token(seed, 1 + i) for i in range(num_tokens)]
+        return len(seeds) * num_tokens / seconds
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much is decoded."""
+
+    num_pairs: int
+    num_tokens: int
+    target_cost: str
+    draft_cost: str
+
+    def late_cost(self) -> str:
+        """Of a drafter whose step takes five of the target's."""
+        return f"{5e3 * step_cost(self.target_cost).seconds(1, 1):g}"
+
+
+Turn = Callable[[Sequence[int]], Coroutine[Any, Any, float]]
+"""Decodes texts of some seeds; gives tokens per second."""
+Case = Callable[[Work], Coroutine[Any, Any, str]]
+"""Gives a row of the table."""
+
+
+def seeds_of(pair: int, num_streams: int) -> list[int]:
+    """Of the texts of a pair."""
+    return [1000 * (pair + 1) + i for i in range(num_streams)]
+
+
+async def ratios(work: Work, num_streams: int, plain: Turn, drafted: Turn) -> list[float]:
+    """Of each pair, after one to warm up: tokens per second of the second way over those of the first."""
+    found = []
+    for pair in range(work.num_pairs + 1):
+        seeds = seeds_of(pair, num_streams)
+        turns = (plain, drafted) if pair % 2 else (drafted, plain)
+        rates = {turn: await turn(seeds) for turn in turns}
+        found.append(rates[drafted] / rates[plain])
+    return found[1:]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of ratios, and the ends of its 95% interval."""
+    logs = [math.log(value) for value in values]
+    mean, count = statistics.fmean(logs), len(logs)
+    reach = STUDENT * statistics.stdev(logs) / count**0.5
+    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
+
+
+async def slow(work: Work) -> str:
+    """One drafter over outcomes, beside plain decoding and the limit of the script."""
+    swarm = Swarm(OUTCOMES, {DRAFTER: (SCRIPT, work.draft_cost)}, work.target_cost)
+    await swarm.start()
+    found = await ratios(
+        work,
+        1,
+        lambda seeds: swarm.decode(seeds, work.num_tokens // 3, 0),
+        lambda seeds: swarm.decode(seeds, work.num_tokens, None),
+    )
+    swarm.stop()
+    pair = ScriptedPair(ALPHA, NEXT_GUESS_RATE, step_cost(work.target_cost), step_cost(work.draft_cost))
+    limit = pair.outcomes(NUM_DRAFT_TOKENS, NUM_BRANCHES) / pair.alone()
+    return _row("one drafter over plain", found, f"limit {limit:.2f}, share {interval(found)[0] / limit:.2f}")
+
+
+def tokens_a_round(scripts: Sequence[Script], work: Work) -> float:
+    """Mean over the texts' places of what a round gives that verifies a chain of each script, with the target's own."""
+    found = []
+    for seed in (seeds_of(pair, 1)[0] for pair in range(1, work.num_pairs + 1)):
+        runs = [[0] * (work.num_tokens + 1) for _ in scripts]
+        for at in range(work.num_tokens - 1, -1, -1):
+            for of, script in zip(runs, scripts, strict=True):
+                is_right = script.draft_tokens(seed, 1 + at, 0)[0] == script.true_token(seed, 1 + at)
+                of[at] = 1 + of[at + 1] if is_right else 0
+            found.append(1 + min(NUM_DRAFT_TOKENS, max(of[at] for of in runs)))
+    return statistics.fmean(found)
+
+
+def correlated(correlation: float) -> Case:
+    """Two drafters whose errors are correlated so much, beside one."""
+
+    async def run(work: Work) -> str:
+        scripts = [ErringScript(0.0, 0.0, VOCABULARY, number, correlation) for number in range(2)]
+        drafters = {name: (script, work.draft_cost) for name, script in zip((DRAFTER, "second"), scripts, strict=True)}
+        one, two = (Swarm(OUTCOMES, part, work.target_cost) for part in ({DRAFTER: drafters[DRAFTER]}, drafters))
+        await one.start()
+        await two.start()
+        found = await ratios(
+            work,
+            1,
+            lambda seeds: one.decode(seeds, work.num_tokens, None),
+            lambda seeds: two.decode(seeds, work.num_tokens, None),
+        )
+        one.stop()
+        two.stop()
+        alone = [statistics.fmean(1 + runs.get(name, 0) for runs in two.target.runs) for name in drafters]
+        union = statistics.fmean(1 + max(runs.values()) for runs in two.target.runs)
+        of_texts = tokens_a_round(scripts, work) / max(tokens_a_round([script], work) for script in scripts)
+        shown = f"tokens a round {alone[0]:.2f}, {alone[1]:.2f}, of both {union:.2f}; by the texts {of_texts:.3f}"
+        return _row(f"two drafters over one, correlation {correlation:g}", found, shown)
+
+    return run
+
+
+def bad(what: str, num_streams: int) -> Case:
+    """Drafters of no use, under the controller, beside plain decoding."""
+
+    async def run(work: Work) -> str:
+        kinds = {
+            "killed": (SCRIPT, work.draft_cost),
+            "lies": (LIAR, work.draft_cost),
+            "late": (SCRIPT, work.late_cost()),
+        }
+        chosen = [*kinds] if what == "all" else [what]
+        drafters = {DRAFTER if not i else kind: kinds[kind] for i, kind in enumerate(chosen)}
+        swarm = Swarm(Controller(Bounds(num_branches=NUM_BRANCHES)), drafters, work.target_cost)
+        await swarm.start()
+        killing = asyncio.create_task(swarm.keep_killing(DRAFTER)) if "killed" in chosen else None
+        found = await ratios(
+            work,
+            num_streams,
+            lambda seeds: swarm.decode(seeds, work.num_tokens // 2, 0),
+            lambda seeds: swarm.decode(seeds, work.num_tokens // 2, None),
+        )
+        if killing is not None:
+            killing.cancel()
+        swarm.stop()
+        num_deaths = sum(swarm.router.counters.num_worker_deaths.values())
+        return _row(f"{what}, {num_streams} streams, over plain", found, f"{num_deaths} deaths")
+
+    return run
+
+
+CASES: dict[str, Case] = {
+    "slow": slow,
+    **{f"correlated-{correlation}": correlated(correlation) for correlation in (0.5, 0.8)},
+    **{f"{what}-{count}": bad(what, count) for what in ("killed", "lies", "late", "all") for count in (1, 16)},
+}
+
+
+def _row(name: str, found: Sequence[float], shown: str) -> str:
+    mean, low, high = interval(found)
+    return f"| {name} | {mean:.3f} | {low:.3f} to {high:.3f} | {shown} |"
+
+
+def main() -> None:
+    """Run cases, and print a row of Markdown for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=[*CASES], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=192, help="of a text")
+    parser.add_argument("--target", default="300", help="time of a step in ms, such as 300+3/token")
+    parser.add_argument("--draft", default="60")
+    given = parser.parse_args()
+    work = Work(given.pairs, given.tokens, given.target, given.draft)
+    print("| what | ratio | 95% interval | |\n|---|---|---|---|")
+    for name in given.cases:
+        print(asyncio.run(CASES[name](work)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
