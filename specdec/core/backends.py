@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -29,6 +29,18 @@ class Status(Enum):
     """A step failed that nothing else was in; it may be given again once its key is released."""
 
 
+class UnreadProposals(Protocol):
+    """Proposals whose tokens are on a device alone: negative numbers stand for them until they are read."""
+
+    def when_read(self, listener: Callable[[list[Proposal]], None]) -> None:
+        """Have a listener called, after those before it, with the proposals as they are once they are read."""
+        ...
+
+    def read(self) -> None:
+        """Wait for the tokens; nothing where that was done."""
+        ...
+
+
 class VerifyJob(NamedTuple):
     """Bring a sequence's state to ``log``, verify ``draft`` after it, and decide what comes next.
 
@@ -43,6 +55,8 @@ class VerifyJob(NamedTuple):
             it, such as a chain.
         wants_own: Whether what the backend itself proposes for the next round is of use.
         most_own: How many tokens a backend with a draft model may draft in the place of ``draft`` in this step.
+        unread: Where the draft's tokens are on the backend's device alone, what they are of: the backend has it read
+            once its step is under way.
     """
 
     key: str
@@ -55,6 +69,7 @@ class VerifyJob(NamedTuple):
     parents: Tokens = ()
     wants_own: bool = True
     most_own: int = 0
+    unread: UnreadProposals | None = None
 
     @property
     def proposed(self) -> Draft:
@@ -135,6 +150,7 @@ class DraftJob(NamedTuple):
             is held there. Branches yield to sequences where room is short.
         num_guesses: How many of the likeliest next tokens are wanted beside the one drawn.
         num_tokens: How many tokens in a row are of use.
+        may_stay: Whether the step's tokens may stay on the device; see :attr:`Proposal.unread`.
     """
 
     key: str
@@ -145,6 +161,7 @@ class DraftJob(NamedTuple):
     fork_of: str | None = None
     num_guesses: int = 0
     num_tokens: int = 1
+    may_stay: bool = False
 
 
 class Proposal(NamedTuple):
@@ -157,6 +174,8 @@ class Proposal(NamedTuple):
         likelihoods: How likely it is that the target says ``token``, and each of ``guesses``; empty if that is unknown.
         further: Proposals for the places after it, where the step gave several tokens in a row; none has further ones.
         num_passes: Forward passes that the step made, one after another.
+        unread: Where the tokens stay on the device, what they are of. They must be read before the next step, or all
+            keys of the step be released.
     """
 
     status: Status
@@ -166,6 +185,7 @@ class Proposal(NamedTuple):
     likelihoods: tuple[float, ...] = ()
     further: tuple[Proposal, ...] = ()
     num_passes: int = 1
+    unread: UnreadProposals | None = None
 
 
 class DraftBackend(Protocol):

@@ -18,10 +18,11 @@ from torch import Tensor
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
-from specdec.executor.chains import ChainsRead, num_chain_rows
+from specdec.executor.chains import ChainsRead, LaunchedChains, num_chain_rows
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
+from specdec.executor.steps import unread
 from specdec.sampling.acceptance import Drawn, drawn_coupled, rank_coupled
 from specdec.sampling.chains import ChainSampler
 from specdec.sampling.on_kernels import LaidOut
@@ -79,14 +80,41 @@ def recorded_chains(runner: ModelRunner, sampler: Sampler) -> ChainSampler | Non
     return None if failure else chooser
 
 
-def draw_chained(
+@dataclass(frozen=True, slots=True)
+class UnreadChains:
+    """Recorded chains under way: what is drawn is on the device alone until it is collected.
+
+    Attributes:
+        lengths: Of each row, its tokens before those that are drawn.
+        groups: The rows for the sampler.
+    """
+
+    runner: ModelRunner
+    rows: Sequence[ChainRow]
+    lengths: Sequence[int]
+    groups: list[RowGroup]
+    launched: LaunchedChains
+
+    def collect(self) -> Chained:
+        """What was drawn. Waits for it."""
+        try:
+            found = self.launched.collect()
+            return _settled(
+                self.runner, self.rows, self.lengths, found.spoilt_rows, _of_chains(found, self.groups, self.rows)
+            )
+        except Exception:
+            _undo(self.runner, self.rows, self.lengths)
+            raise
+
+
+def begin_chained(
     runner: ModelRunner,
     sampler: Sampler,
     step: Sequence[RowInput],
     rows: Sequence[ChainRow],
     downloads: Downloads,
     recorded: ChainSampler | None = None,
-) -> Chained:
+) -> Chained | UnreadChains:
     """Draw the tokens of all rows by as many passes, and read all but each row's last one.
 
     A pass takes one upload, with what its logits are sampled by. All passes take one download. Recorded passes take one
@@ -99,25 +127,40 @@ def draw_chained(
         rows: Those of the most tokens first.
         downloads: From the runner's output device.
         recorded: Draws in recorded chains; None where there are none.
+
+    Returns:
+        What was drawn, or recorded passes under way.
     """
     groups = [RowGroup(row.spec, row.tokens) for row in rows]
     laid_out = sampler.lay_out(groups, runner.output_device)
     lengths = [len(own.sequence) + len(own.tokens) for own in step[: len(rows)]]
-    drawn: list[list[Drawn]] = [[] for _ in rows]
-    passes: Iterable[_Pass]
     try:
-        found = None
         if recorded is not None and laid_out is not None and _can_be_recorded(sampler, rows, recorded):
-            found = runner.forward_chains(step, [row.num_tokens for row in rows], recorded.arrays(laid_out))
-        if found is not None:
-            spoilt_rows = found.spoilt_rows
-            passes = _of_chains(found, groups, rows)
-        else:
-            spoilt_rows, passes = _pass_by_pass(runner, sampler, step, rows, groups, laid_out, downloads)
+            launched = runner.launch_chains(step, [row.num_tokens for row in rows], recorded.arrays(laid_out))
+            if launched is not None:
+                return UnreadChains(runner, rows, lengths, groups, launched)
+        spoilt_rows, passes = _pass_by_pass(runner, sampler, step, rows, groups, laid_out, downloads)
     except Exception:
-        for row, length in zip(rows, lengths, strict=True):
-            runner.truncate(row.sequence, min(length, len(row.sequence)))
+        _undo(runner, rows, lengths)
         raise
+    return _settled(runner, rows, lengths, spoilt_rows, passes)
+
+
+def _undo(runner: ModelRunner, rows: Sequence[ChainRow], lengths: Sequence[int]) -> None:
+    """Take back what a step that has failed may have read."""
+    for row, length in zip(rows, lengths, strict=True):
+        runner.truncate(row.sequence, min(length, len(row.sequence)))
+
+
+def _settled(
+    runner: ModelRunner,
+    rows: Sequence[ChainRow],
+    lengths: Sequence[int],
+    spoilt_rows: frozenset[int],
+    passes: Iterable[_Pass],
+) -> Chained:
+    """What all passes gave, once each sequence has the tokens that were read of it, and no others."""
+    drawn: list[list[Drawn]] = [[] for _ in rows]
     ended = set(spoilt_rows)
     for of_pass, is_right, columns in passes:
         ended |= set(np.flatnonzero(~is_right).tolist())
@@ -200,6 +243,6 @@ def _launch(
             return of_passes, found
         groups = [group._replace(tokens=followed(group.tokens, (_UNKNOWN,))) for group in groups[: len(drawing)]]
         laid_out = sampler.lay_out(groups, runner.output_device)
-        inputs = [RowInput(row.sequence, [_UNKNOWN], 1, adapter=row.adapter) for row in drawing]
+        inputs = [RowInput(row.sequence, [unread(i)], 1, adapter=row.adapter) for i, row in enumerate(drawing)]
         extra = () if laid_out is None else laid_out.arrays
-        logits = runner.forward(inputs, ranked[0][: len(drawing)].int(), extra)
+        logits = runner.forward(inputs, ranked[0].int(), extra)

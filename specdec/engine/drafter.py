@@ -5,8 +5,9 @@ A draft model of another vocabulary reads and proposes tokens through a :class:`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from specdec.core.params import SamplingParams
 from specdec.core.tokens import TokenBuffer, TokenSequence, as_list, common_prefix_length, followed
 from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
-from specdec.engine.chained import ChainRow, draw_chained, recorded_chains
+from specdec.engine.chained import Chained, ChainRow, UnreadChains, begin_chained, recorded_chains
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
+from specdec.kernels.device_errors import device_losses
 from specdec.sampling.acceptance import Drawn, propose
 from specdec.sampling.pipeline import RowGroup, Sampler
 
@@ -131,6 +133,47 @@ class _Deciding:
         return self.drawn[0]._replace(further=tuple(self.drawn[1:])) if self.num_tokens > 1 else self.drawn[0]
 
 
+class UnreadDrafts:
+    """The :class:`specdec.core.backends.UnreadProposals` of recorded chains.
+
+    Args:
+        chains: Under way.
+        take: Makes proposals of what they gave.
+
+    Attributes:
+        tokens: int32 [D], on the device, what they draw; see :func:`specdec.executor.steps.unread`.
+    """
+
+    def __init__(self, chains: UnreadChains, take: Callable[[Chained], list[Proposal]]) -> None:
+        self.tokens = chains.launched.tokens
+        self._chains, self._take = chains, take
+        self._listeners: list[Callable[[list[Proposal]], None]] = []
+        self._is_read = False
+
+    def proposal(self, row: int) -> Proposal:
+        """A row's, with what stands for its tokens."""
+        num_passes = self._chains.rows[0].num_tokens
+        first, *others = (
+            Proposal(Status.DECIDED, number, unread=self, num_passes=num_passes)
+            for number in self._chains.launched.unread(row)
+        )
+        return first._replace(further=tuple(others))
+
+    def when_read(self, listener: Callable[[list[Proposal]], None]) -> None:
+        """Have a listener called, after those before it, with the proposals as they are once they are read."""
+        self._listeners.append(listener)
+
+    def read(self) -> None:
+        """Wait for the tokens; nothing where that was done."""
+        if self._is_read:
+            return
+        self._is_read = True
+        with device_losses():
+            proposals = self._take(self._chains.collect())
+        for listener in self._listeners:
+            listener(proposals)
+
+
 class ModelDrafter(ModelBackend):
     """A :class:`specdec.core.backends.DraftBackend` over a causal language model.
 
@@ -185,6 +228,16 @@ class ModelDrafter(ModelBackend):
         self._recorded = recorded_chains(runner, sampler) if can_record else None
         self._num_chained: dict[str, int] = {}  # tokens of each row of the step that is scheduled
 
+    @property
+    def chain_device(self) -> torch.device | None:
+        """Where recorded chains are; None where there are none."""
+        return None if self._recorded is None else self._runner.output_device
+
+    @property
+    def vocab_size(self) -> int:
+        """All tokens that are drawn are less."""
+        return self._sampler.vocab_size
+
     def metrics(self) -> dict[str, float]:
         """What is held now, and how many tokens a step gives, for the worker's report."""
         held = self._states.metrics() | self._runner.adapters.metrics()
@@ -221,34 +274,55 @@ class ModelDrafter(ModelBackend):
         if not placed:
             return results
         step, chains = [row for _, _, row in placed], self._chains(placed)
-        logits, chained = torch.empty(0), None
         if chains:
-            chained = draw_chained(self._runner, self._sampler, step, chains, self._downloads, self._recorded)
-        else:
-            logits = self._runner.forward(step)
-        spoilt = frozenset(self._runner.spoilt_rows()) if chained is None else chained.spoilt_rows
+            begun = begin_chained(self._runner, self._sampler, step, chains, self._downloads, self._recorded)
+            take = partial(self._take_chained, results, placed, chains[0].num_tokens)
+            if isinstance(begun, Chained):
+                return take(begun)
+            if not all(job.may_stay for job in jobs):
+                return take(begun.collect())
+            found, unread = list(results), UnreadDrafts(begun, take)
+            for number, (i, *_) in enumerate(placed):
+                found[i] = unread.proposal(number) if number < len(chains) else _PREFILLING
+            return found
+        logits = self._runner.forward(step)
+        self._note_read(results, placed, frozenset(self._runner.spoilt_rows()))
         deciding: list[_Deciding] = []
         num_logits = 0
-        for number, (i, job, row) in enumerate(placed):
-            results[i] = _PREFILLING
-            if number in spoilt:
-                results[i] = _FAILED
-            else:
-                self._states.keep_prefix(job.key, job.num_committed)
-                if row.num_logits and not chains:
-                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+        for i, _, row in placed:
+            if row.num_logits and results[i] is not _FAILED:
+                deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
             num_logits += row.num_logits
-        if chained is not None:
-            for (i, job, _), own in zip(placed, chained.drawn, strict=False):
-                one = _Deciding(i, job, job.tokens, 0, len(own))
-                for drawn in own:
-                    one.append(drawn)
-                results[i] = one.proposal()._replace(num_passes=chains[0].num_tokens)
         if self._mapper is not None:
             logits = self._mapper.logits(logits)
         self._draw(logits, deciding)
         for one in deciding:
             results[one.place] = one.proposal()
+        return results
+
+    def _note_read(
+        self, results: list[Proposal], placed: Sequence[tuple[int, DraftJob, RowInput]], spoilt: frozenset[int]
+    ) -> None:
+        """Fill in the results of a step's rows, of which those with these numbers are spoilt."""
+        for number, (i, job, _) in enumerate(placed):
+            results[i] = _FAILED if number in spoilt else _PREFILLING
+            if number not in spoilt:
+                self._states.keep_prefix(job.key, job.num_committed)
+
+    def _take_chained(
+        self,
+        results: list[Proposal],
+        placed: Sequence[tuple[int, DraftJob, RowInput]],
+        num_passes: int,
+        chained: Chained,
+    ) -> list[Proposal]:
+        """The results of a step of so many passes."""
+        self._note_read(results, placed, chained.spoilt_rows)
+        for (i, job, _), own in zip(placed, chained.drawn, strict=False):
+            one = _Deciding(i, job, job.tokens, 0, len(own))
+            for drawn in own:
+                one.append(drawn)
+            results[i] = one.proposal()._replace(num_passes=num_passes)
         return results
 
     def _chains(self, placed: Sequence[tuple[int, DraftJob, RowInput]]) -> list[ChainRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from specdec.core.backends import (
     DraftBackend,
@@ -124,9 +125,12 @@ class ObservedTarget:
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, reported."""
-        start_ns = self._clock_ns()
+        begun_ns = [self._clock_ns()]
+        unread = next((job.unread for job in jobs if job.unread is not None), None)
+        if unread is not None:  # until they are read, its drafts are drawn
+            unread.when_read(lambda _: begun_ns.append(self._clock_ns()))
         results = self._inner.verify(jobs)
-        end_ns = self._clock_ns()
+        start_ns, end_ns = begun_ns[-1], self._clock_ns()
         statuses = [result.status for result in results]
         settled = [self._rows.settle(job.key, status) for job, status in zip(jobs, statuses, strict=True)]
         keys = {job.key for job, status in zip(jobs, statuses, strict=True) if status is not Status.WAITING}
@@ -182,6 +186,14 @@ class ObservedDrafter:
         """The inner backend's step, reported."""
         start_ns = self._clock_ns()
         results = self._inner.propose(jobs)
+        unread = next((one.unread for one in results if one.unread is not None), None)
+        if unread is None:
+            self._report(jobs, start_ns, results)
+        else:
+            unread.when_read(partial(self._report, jobs, start_ns))
+        return results
+
+    def _report(self, jobs: Sequence[DraftJob], start_ns: int, results: Sequence[Proposal]) -> None:
         end_ns = self._clock_ns()
         since_ns, self._last_ns = start_ns if self._last_ns is None else self._last_ns, end_ns
         statuses = [result.status for result in results]
@@ -193,7 +205,7 @@ class ObservedDrafter:
             is_decode = self._rows.settle(job.key, status) and is_decode
             keys.add(job.key)
         if not num_rows:
-            return results
+            return
         record = DraftRecord(
             "drafter",
             start_ns,
@@ -210,7 +222,6 @@ class ObservedDrafter:
         )
         for listener in self._listeners:
             listener(record)
-        return results
 
     def rest(self) -> None:
         """A step found nothing to draft: the time until the next one is nobody's."""

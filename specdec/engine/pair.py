@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from specdec.core.backends import (
     DraftBackend,
@@ -15,12 +16,15 @@ from specdec.core.backends import (
     Proposal,
     Status,
     TargetBackend,
+    UnreadProposals,
     Verification,
     VerifyJob,
 )
 from specdec.core.drafts import Draft
 from specdec.core.errors import DeviceLostError
 from specdec.core.tokens import TokenBuffer, common_prefix_length
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class _Drafting:
     Attributes:
         place: Of the job in the step.
         num_tokens: How long its draft is to be.
+        is_handed: Whether it is verified before it is known here.
         drawn: The draft so far.
     """
 
@@ -63,26 +68,34 @@ class _Drafting:
     job: VerifyJob
     sequence: _Sequence
     num_tokens: int
+    is_handed: bool = False
     drawn: list[Proposal] = field(default_factory=list)
 
-    def next_job(self) -> DraftJob:
-        """To propose what comes next in the draft."""
+    def next_job(self, may_stay: bool) -> DraftJob:
+        """To propose what comes next in the draft, which may stay on the device."""
         sequence, num_missing = self.sequence, self.num_tokens - len(self.drawn)
         tokens, committed = sequence.tokens.array, len(self.job.log)
         return DraftJob(
-            self.job.key, tokens, self.job.spec, sequence.agreed, num_committed=committed, num_tokens=num_missing
+            self.job.key,
+            tokens,
+            self.job.spec,
+            sequence.agreed,
+            num_committed=committed,
+            num_tokens=num_missing,
+            may_stay=may_stay,
         )
 
     def take(self, proposal: Proposal) -> bool:
         """Take what was proposed; whether the draft goes on after it.
 
         It ends with a token that ends the text, but not under the rejection rule, where its length must not depend on
-        what was drawn (rule 9).
+        what was drawn (rule 9), nor where that is not known.
         """
         if proposal.status is not Status.DECIDED:
             return False
         spec = self.job.spec
-        last = frozenset[int]() if spec.sampling.acceptance == "rejection" else spec.ending_token_ids
+        is_whole = self.is_handed or spec.sampling.acceptance == "rejection"
+        last = frozenset[int]() if is_whole else spec.ending_token_ids
         for one in (proposal, *proposal.further)[: self.num_tokens - len(self.drawn)]:
             self.drawn.append(one)
             if one.token is not None:
@@ -90,6 +103,11 @@ class _Drafting:
             if one.token in last:
                 return False
         return len(self.drawn) < self.num_tokens
+
+    def take_back(self) -> None:
+        """Nothing was drawn."""
+        self.drawn.clear()
+        self.sequence.tokens.truncate(len(self.job.log))
 
     def draft(self) -> Draft:
         """What was drawn, under the rejection rule as far as it is known what it was drawn from."""
@@ -112,15 +130,23 @@ class PairedTarget:
         drafter: Drafts, over caches of its own.
         num_draft_tokens: Length of a draft where the request names none, at most.
         drafts_first: Whether a sequence's first token may have a draft too: it comes later, and others sooner.
+        hands_over: Whether the target verifies drafts that are on the device alone: see :func:`can_hand_over`.
     """
 
     def __init__(
-        self, target: TargetBackend, drafter: DraftBackend, num_draft_tokens: int, *, drafts_first: bool = False
+        self,
+        target: TargetBackend,
+        drafter: DraftBackend,
+        num_draft_tokens: int,
+        *,
+        drafts_first: bool = False,
+        hands_over: bool = False,
     ) -> None:
         self._target = target
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._drafts_first = drafts_first
+        self._hands_over = hands_over
         self._sequences: dict[str, _Sequence] = {}
         self._num_failed_steps = 0
 
@@ -141,15 +167,26 @@ class PairedTarget:
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """Draft, and verify; see :meth:`specdec.core.backends.TargetBackend.verify`."""
-        drafts = self._drafts(jobs)
+        drafting, unread = self._drafting(jobs)
+        drafts = _drafts_of(drafting)
         if drafts:
             jobs = [
-                job._replace(draft=draft.tokens, candidates=draft.candidates, source=draft.source, parents=())
+                job._replace(
+                    draft=draft.tokens,
+                    candidates=draft.candidates,
+                    source=draft.source,
+                    parents=(),
+                    unread=unread,
+                )
                 if (draft := drafts.get(place))
                 else job
                 for place, job in enumerate(jobs)
             ]
-        results = self._target.verify(jobs)
+        if unread is None:
+            results = self._target.verify(jobs)
+        else:
+            results = self._verify_unread(jobs, drafting, unread)
+            drafts = _drafts_of(drafting)
         for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
             if result.status is Status.DECIDED:
                 self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
@@ -159,22 +196,38 @@ class PairedTarget:
                 self._sequences[job.key].is_decoding = False
         return results
 
-    def _drafts(self, jobs: Sequence[VerifyJob]) -> dict[int, Draft]:
-        """The drafts of this step, by the place of their job."""
+    def _verify_unread(
+        self, jobs: Sequence[VerifyJob], drafting: Sequence[_Drafting], unread: UnreadProposals
+    ) -> list[Verification]:
+        """Verify drafts that are on the device alone. They are known afterwards."""
+        try:
+            results = self._target.verify(jobs)
+            unread.read()  # where the target has come to none of them
+        except Exception:
+            for one in drafting:  # what they hold is not known
+                self._drafter.release(one.job.key)
+                one.sequence.forget()
+            raise
+        self._drafter.rest()
+        return results
+
+    def _drafting(self, jobs: Sequence[VerifyJob]) -> tuple[list[_Drafting], UnreadProposals | None]:
+        """What is drafted in this step, and, where it is not known yet, what has it read."""
         wanted = [one for place, job in enumerate(jobs) if (one := self._wanted(place, job)) is not None]
         if not wanted:
-            return {}
+            return [], None
         for one in wanted:
             _bring_to_log(one.sequence, one.job)
-        self._draw([one for one in wanted if not one.sequence.is_suspect])
         # Those whose step failed are tried apart, one in a step.
         suspect = next((one for one in wanted if one.sequence.is_suspect), None)
+        sound = [one for one in wanted if not one.sequence.is_suspect]
+        unread = self._draw(sound, may_stay=self._hands_over and suspect is None)
         if suspect is not None:
             self._draw([suspect])
             suspect.sequence.is_suspect = not suspect.drawn
-        self._drafter.rest()
-        drafts = {one.place: one.draft() for one in wanted}
-        return {place: draft for place, draft in drafts.items() if draft.tokens}
+        if unread is None:
+            self._drafter.rest()
+        return wanted, unread
 
     def _wanted(self, place: int, job: VerifyJob) -> _Drafting | None:
         """How much is to be drafted for a job; None for nothing."""
@@ -188,36 +241,57 @@ class PairedTarget:
             return None
         return _Drafting(place, job, sequence, count)
 
-    def _draw(self, going: list[_Drafting]) -> None:
+    def _draw(self, going: list[_Drafting], may_stay: bool = False) -> UnreadProposals | None:
         """Draw all tokens, a pass for each; prompts are read beside those that draw, and a chunk of them alone.
 
-        How many passes a draft gets depends on lengths and on room, and on nothing that was drawn.
+        How many passes a draft gets depends on lengths and on room, and on nothing that was drawn. Where its tokens may
+        stay on the device, and do, it gets one step, and what has it read is given.
         """
-        for _ in range(max((one.num_tokens for one in going), default=0)):
-            jobs = [one.next_job() for one in going]
+        for number in range(max((one.num_tokens for one in going), default=0)):
+            jobs = [one.next_job(may_stay and not number) for one in going]
             try:
                 proposals = self._drafter.propose(jobs)
             except DeviceLostError:
                 raise
             except Exception as error:
                 self._contain(going, error)
-                return
-            unread: list[_Drafting] = []
-            drawing: list[_Drafting] = []
-            for one, job, proposal in zip(going, jobs, proposals, strict=True):
+                return None
+            for one, job in zip(going, jobs, strict=True):
                 one.sequence.agreed = len(job.tokens)
-                if one.take(proposal):
-                    drawing.append(one)
-                elif proposal.status is Status.PREFILLING:
-                    unread.append(one)
-                elif proposal.status in (Status.FAILED, Status.SUSPECT):
-                    self._drafter.release(one.job.key)
-                    one.sequence.forget()
-                    one.sequence.is_barred = proposal.status is Status.FAILED or one.sequence.is_suspect
-                    one.sequence.is_suspect = True
-            going = [one for one in going if one in drawing or one in unread] if drawing else []
-            if not going:
-                return
+            unread = next((one.unread for one in proposals if one.unread is not None), None)
+            if unread is not None:
+                for one in going:
+                    one.is_handed = True
+                unread.when_read(partial(self._take_read, going))
+            drawing, reading = self._take(going, proposals)
+            going = [one for one in going if one in drawing or one in reading] if drawing else []
+            if unread is not None or not going:
+                return unread
+        return None
+
+    def _take(
+        self, going: Sequence[_Drafting], proposals: Sequence[Proposal]
+    ) -> tuple[list[_Drafting], list[_Drafting]]:
+        """Take what was proposed; gives those whose drafts go on after it, and those whose prompts do."""
+        drawing: list[_Drafting] = []
+        reading: list[_Drafting] = []
+        for one, proposal in zip(going, proposals, strict=True):
+            if one.take(proposal):
+                drawing.append(one)
+            elif proposal.status is Status.PREFILLING:
+                reading.append(one)
+            elif proposal.status in (Status.FAILED, Status.SUSPECT):
+                self._drafter.release(one.job.key)
+                one.sequence.forget()
+                one.sequence.is_barred = proposal.status is Status.FAILED or one.sequence.is_suspect
+                one.sequence.is_suspect = True
+        return drawing, reading
+
+    def _take_read(self, going: Sequence[_Drafting], proposals: Sequence[Proposal]) -> None:
+        """The tokens that others have stood for are known."""
+        for one in going:
+            one.take_back()
+        self._take(going, proposals)
 
     def _contain(self, drafting: Sequence[_Drafting], error: Exception) -> None:
         """A draft step has failed: nobody in it has a draft, and one that fails alone has none from now on."""
@@ -229,6 +303,17 @@ class PairedTarget:
             one.drawn.clear()
             one.sequence.is_barred = one.sequence.is_suspect
             one.sequence.is_suspect = True
+
+
+def can_hand_over(target: TargetBackend, drafter: DraftBackend) -> bool:
+    """Whether a drafter's tokens can go to a target on their device, without being known here first."""
+    return isinstance(target, ModelTarget) and isinstance(drafter, ModelDrafter) and target.takes_unread(drafter)
+
+
+def _drafts_of(drafting: Sequence[_Drafting]) -> dict[int, Draft]:
+    """What was drafted, by the place of its job."""
+    drafts = {one.place: one.draft() for one in drafting}
+    return {place: draft for place, draft in drafts.items() if draft.tokens}
 
 
 def _bring_to_log(sequence: _Sequence, job: VerifyJob) -> None:

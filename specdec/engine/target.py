@@ -25,6 +25,7 @@ from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
 from specdec.drafting.heads import HeadDrafter, HeadRow
 from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
+from specdec.engine.drafter import ModelDrafter, UnreadDrafts
 from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import Rank, SequenceStates, prefix_salt, rank_of
 from specdec.executor.rows import RowInput
@@ -206,6 +207,16 @@ class ModelTarget(ModelBackend):
         self._num_cached.pop(key, None)
         self._prompts.release(key)
 
+    def takes_unread(self, drafter: ModelDrafter) -> bool:
+        """Whether a drafter's tokens can be verified before they are known here: see :attr:`VerifyJob.unread`.
+
+        They go from one model to the other on a device, and kernels decide there.
+        """
+        runner, device = self._runner, drafter.chain_device
+        can_read = device is not None and runner.loaded.device == runner.output_device == device
+        can_read &= runner.loaded.opaque_state is None and drafter.vocab_size <= runner.loaded.vocab_size
+        return can_read and self._sampler.kernels(runner.output_device) is not None
+
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.core.backends.TargetBackend.verify`."""
         jobs = [job if job.spec.sampling.grammar is None else with_allowed_draft(self._sampler, job) for job in jobs]
@@ -221,15 +232,20 @@ class ModelTarget(ModelBackend):
         self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
         deciding = [one for one in step if one.decides]
         decision = self._decision(jobs, deciding) if deciding else None
-        logits = self._runner.forward([one.row for one in step], extra=() if decision is None else decision.arrays)
+        unread = next((job.unread for job in jobs if job.unread is not None), None)
+        drawn = unread.tokens if isinstance(unread, UnreadDrafts) else None
+        extra = () if decision is None else decision.arrays
+        logits = self._runner.forward([one.row for one in step], drawn, extra)
         if self._sampler.kernels(logits.device) is None:  # kernels tell what is not finite, and wait once a step
             logits = self._runner.finite(logits)
         kept = self._read_prompts(jobs, step, logits)
         if kept is not None:
             logits = logits[kept]
         if decision is not None:
-            decision.launch(logits, self._runner.is_finite, self._runner.extra)
+            decision.launch(logits, self._runner.is_finite, self._runner.extra, drawn)
         self._note_read(jobs, step)  # while the device decides
+        if unread is not None:
+            unread.read()
         decided, paths, is_finite = ([], {}, None) if decision is None else self._results(jobs, deciding, decision)
         spoilt = self._runner.spoilt_rows(is_finite)
         sound = step if not spoilt else [one for number, one in enumerate(step) if number not in spoilt]
@@ -240,6 +256,9 @@ class ModelTarget(ModelBackend):
         for (place, _, draft, length, *_), result in zip(deciding, decided, strict=True):
             results[place], key = result, jobs[place].key
             known_of[key].run = result.run
+            if jobs[place].unread is not None and draft.tokens:
+                kept = result.run[: result.num_accepted]
+                self._runner.set_tokens(self._states.sequence(key), length, [*kept, *draft.tokens[len(kept) :]])
             if result.num_accepted < len(draft.tokens):
                 refused.append((key, length + result.num_accepted))
         for key, length in refused:

@@ -8,6 +8,7 @@ input it derives here from the chosen tokens, by the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from specdec.cache.blocks import CachedSequence
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, Graphs, PassOutput
 from specdec.executor.staging import Field, Layout, Record, Tensors
-from specdec.executor.steps import StepRows, Steps
+from specdec.executor.steps import StepRows, Steps, unread
 
 RunPass = Callable[[DerivedStep, Tensor | None], PassOutput]
 """Runs a pass for the logits of some of its tokens, or of all."""
@@ -160,6 +161,11 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
             *(arrays[name][drawing].copy() for name in ("tokens", "ranked", "scores")),
         )
 
+    @property
+    def tokens(self) -> Tensor:
+        """Where chains write tokens: int32 [passes, N], until the next ones are launched."""
+        return self._record_of.tensors["tokens"]
+
     def _run_chains(self, key: tuple[int, int]) -> None:
         size, num_passes = key
         given: Tensors = self._steps.staging.tensors
@@ -185,6 +191,34 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         if chosen.ranked is not None and chosen.scores is not None:
             record["ranked"][number, :n].copy_(chosen.ranked)
             record["scores"][number, :n].copy_(chosen.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedChains:
+    """Chains under way.
+
+    Attributes:
+        rows: As they were launched.
+        num_passes: Of those that draw, the largest first.
+    """
+
+    graphs: ChainGraphs
+    rows: StepRows
+    num_passes: Sequence[int]
+
+    @property
+    def tokens(self) -> Tensor:
+        """What they draw, on the device: int32 [D], until the next ones are launched."""
+        return self.graphs.tokens.view(-1)
+
+    def unread(self, row: int) -> list[int]:
+        """What stands for the tokens of a row in :attr:`tokens`; see :func:`specdec.executor.steps.unread`."""
+        width = self.graphs.tokens.shape[1]
+        return [unread(number * width + row) for number in range(self.num_passes[row])]
+
+    def collect(self) -> ChainsRead:
+        """What they gave. Waits for them."""
+        return self.graphs.collect(self.rows, self.num_passes)
 
 
 def num_chain_rows(limits: ExecutorLimits) -> int:

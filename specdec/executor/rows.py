@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.cache.recurrent.pool import StatePool
 from specdec.cache.recurrent.slots import SequenceState, Window
-from specdec.executor.steps import StepRows
+from specdec.executor.steps import StepRows, unread
 from specdec.executor.tiles import RowPart
 from specdec.kernels.recurrent_metadata import StateRow
 from specdec.models.lora.slots import AdapterRun
@@ -23,7 +23,8 @@ class RowInput(NamedTuple):
 
     Attributes:
         sequence: What is cached of it; room for ``tokens`` is reserved.
-        tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
+        tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts. Those that are on
+            the device alone are named by :func:`specdec.executor.steps.unread`.
         num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
         parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them, whose
             logits are wanted like theirs; they are cached one after another, and :meth:`ModelRunner.keep_paths` comes
@@ -60,6 +61,7 @@ def lay_out_rows(
     pool: BlockPool,
     has_states: bool,
     num_passes: NDArray[np.int64] | None = None,
+    num_drawn: int = 0,
 ) -> StepRows:
     """All rows' tokens behind one another, and their numbers.
 
@@ -69,6 +71,7 @@ def lay_out_rows(
         pool: In which room is reserved.
         has_states: Whether sequences have recurrent states.
         num_passes: See :class:`StepRows`.
+        num_drawn: How many tokens are on the device alone.
 
     Raises:
         ValueError: see :meth:`ModelRunner.forward`.
@@ -84,7 +87,10 @@ def lay_out_rows(
         row = int(is_wrong.argmax())
         raise ValueError(f"num_logits must be in [0, {counts[row]}], the number of tokens, got {logits[row]}")
     tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64)
-    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    read = tokens
+    if num_drawn:
+        read = tokens[(tokens > unread(0)) | (tokens < unread(num_drawn - 1))]
+    if not 0 <= read.min(initial=0) <= read.max(initial=0) < vocab_size:
         raise ValueError(f"tokens must be in [0, {vocab_size})")
     parents = {i: row.parents for i, row in enumerate(rows) if row.parents}
     laid_out = StepRows(tokens.astype(np.int32), counts, cached, logits, parents, num_passes=num_passes)

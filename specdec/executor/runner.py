@@ -18,7 +18,7 @@ from specdec.cache.recurrent.binding import bind
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.core.errors import reason_of
-from specdec.executor.chains import ChainGraphs, ChainsRead, TokenChooser
+from specdec.executor.chains import ChainGraphs, LaunchedChains, TokenChooser
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs, unrecordable
@@ -223,14 +223,14 @@ class ModelRunner(SequenceCache):
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
+        self, rows: Sequence[RowInput], drawn: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
     ) -> torch.Tensor:
         """Run the model over the rows' tokens, and append them to their sequences.
 
         Args:
             rows: At least one; no sequence twice.
-            tokens: int32 [tokens of all rows], on the device, in place of the rows' own, which are not known here yet.
-                What stands for them is appended; see :meth:`set_tokens`.
+            drawn: int32 [D], on the device, the tokens that rows name by :func:`~specdec.executor.steps.unread`. What
+                stands for them is appended; see :meth:`set_tokens`.
             extra: Arrays that whoever samples will need on the device: they go there in the step's one upload, to
                 :attr:`extra`. That is None where there is no room for them.
 
@@ -243,12 +243,12 @@ class ModelRunner(SequenceCache):
             ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
                 that the model does not know.
         """
-        return self._finish(self._launch(rows, tokens, extra))
+        return self._finish(self._launch(rows, drawn, extra))
 
     @torch.inference_mode()
-    def forward_chains(
+    def launch_chains(
         self, rows: Sequence[RowInput], num_passes: Sequence[int], extra: Sequence[NDArray[Any]]
-    ) -> ChainsRead | None:
+    ) -> LaunchedChains | None:
         """Draw a token for the first rows, read it, and draw the next one, in one launch; see :meth:`set_tokens`.
 
         Args:
@@ -258,7 +258,7 @@ class ModelRunner(SequenceCache):
             extra: What the chooser is given.
 
         Returns:
-            What was drawn; None, with nothing done, where such a step is not recorded.
+            What is under way; None, with nothing done, where such a step is not recorded.
         """
         num_tokens = sum(len(row.tokens) for row in rows)
         key = None if self._chains is None else self._chains.key_for(num_tokens, num_passes[0])
@@ -272,7 +272,7 @@ class ModelRunner(SequenceCache):
         self.progress.advance(self.loaded.device)
         for row, count in zip(rows, passes.tolist(), strict=True):
             row.sequence.tokens.extend([*row.tokens, *[0] * (count - 1)])
-        return self._chains.collect(own, num_passes)
+        return LaunchedChains(self._chains, own, num_passes)
 
     def set_tokens(self, sequence: CachedSequence, start: int, tokens: Sequence[int]) -> None:
         """Say which tokens were read from position ``start`` on, all of whose numbers are known by now."""
@@ -311,10 +311,11 @@ class ModelRunner(SequenceCache):
         self._counts = own.num_tokens, own.num_logits
 
     def _launch(
-        self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
+        self, rows: Sequence[RowInput], drawn: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
     ) -> torch.Tensor:
         """Put a step in the device's queue: one upload, and no wait where the kernel needs none; gives logits."""
-        own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, self.states is not None)
+        num_drawn = 0 if drawn is None else len(drawn)
+        own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, self.states is not None, num_drawn=num_drawn)
         self._prepare_blocks()
         sequences, num_tokens = [row.sequence for row in rows], len(own.tokens)
         num_logits = int(own.num_logits.sum())
@@ -329,7 +330,7 @@ class ModelRunner(SequenceCache):
             own = replace(own, states=state_array([after for _, after in states]))
         if graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
-                self.extra = self._steps.upload(sequences, own, tokens, extra)
+                self.extra = self._steps.upload(sequences, own, drawn, extra)
                 output = graphs.launch(size)
             self.progress.advance(self.loaded.device)
             wanted: slice | torch.Tensor = slice(num_tokens)
@@ -339,9 +340,9 @@ class ModelRunner(SequenceCache):
             self.hidden = tuple(state[:num_tokens] for state in output.hidden)
             self._note_finite(own, output.finite_tokens[:num_tokens], finite)
         elif self.tile_tokens is not None:
-            logits = self._run_tiles(rows, own, tokens, extra)
+            logits = self._run_tiles(rows, own, drawn, extra)
         else:
-            step, self.extra = self._steps.begin(sequences, own, tokens, extra)
+            step, self.extra = self._steps.begin(sequences, own, drawn, extra)
             if isinstance(self.states, StatePool):
                 self.states.begin(StateStep([after for _, after in states], num_tokens, self.states.window))
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
@@ -356,13 +357,13 @@ class ModelRunner(SequenceCache):
         return logits
 
     def _run_tiles(
-        self, rows: Sequence[RowInput], own: StepRows, tokens: torch.Tensor | None, extra: Sequence[NDArray[Any]]
+        self, rows: Sequence[RowInput], own: StepRows, drawn: torch.Tensor | None, extra: Sequence[NDArray[Any]]
     ) -> torch.Tensor:
         """A step as passes of one size; gives logits."""
         assert self.tile_tokens is not None
         size, steps = self.tile_tokens, self._steps
         with steps.sent_anew_on_failure():
-            self.extra = steps.upload([row.sequence for row in rows], own, tokens, extra)
+            self.extra = steps.upload([row.sequence for row in rows], own, drawn, extra)
             step = steps.derive(steps.padded(own))
         device = self.loaded.device
         of_tokens: list[tuple[torch.Tensor, ...]] = []

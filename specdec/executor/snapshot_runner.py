@@ -60,10 +60,10 @@ class SnapshotRunner(ModelRunner):
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[RowInput], tokens: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
+        self, rows: Sequence[RowInput], drawn: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
     ) -> torch.Tensor:
         """As :meth:`ModelRunner.forward`; all tokens are known, and nothing comes along."""
-        assert tokens is None
+        assert drawn is None
         own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, self.states is not None)
         for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
             group.prepare(lambda _: None, lambda _: None)

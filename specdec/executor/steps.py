@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.executor.derive import DerivedStep, Deriver, StepShape, lay_out
@@ -23,6 +24,8 @@ from specdec.kernels.attention import GroupStep, StepBounds
 
 _MIN_SLOTS, _MIN_BLOCKS, _MIN_TOKENS = 8, 16, 16
 _UNKNOWN = -1
+_UNREAD = -2
+"""The first number that is neither a token nor -1, which is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +57,23 @@ class StepRows:
         """How many tokens the device has of each row behind the last pass."""
         after = self.num_cached + self.num_tokens
         return after if self.num_passes is None else after + self.num_passes - 1
+
+
+def unread(place: int) -> int:
+    """What stands for a token that is on the device alone, the one at ``place`` among those drawn there."""
+    return _UNREAD - place
+
+
+@torch.inference_mode()
+def put_drawn(tokens: Tensor, drawn: Tensor) -> None:
+    """Put drawn tokens in the place of what stands for them.
+
+    Args:
+        tokens: int32 [T], on the device.
+        drawn: int32 [D], there.
+    """
+    place = (_UNREAD - tokens).clamp(min=0, max=len(drawn) - 1)
+    tokens.copy_(torch.where(tokens <= _UNREAD, drawn.index_select(0, place), tokens))
 
 
 class Steps:
@@ -113,15 +133,15 @@ class Steps:
         self,
         sequences: Sequence[CachedSequence],
         rows: StepRows,
-        tokens: torch.Tensor | None = None,
+        drawn: Tensor | None = None,
         extra: Sequence[NDArray[Any]] = (),
-    ) -> tuple[DerivedStep, Sequence[torch.Tensor] | None]:
+    ) -> tuple[DerivedStep, Sequence[Tensor] | None]:
         """Upload a step, and derive its tokens. Waits for nothing on the device.
 
         Args:
             sequences: Of each row, none twice, with room for its tokens.
             rows: The rows.
-            tokens: int32 [T], on the device, in place of the rows' own.
+            drawn: int32 [D], on the device, tokens that rows name by :func:`unread`.
             extra: Arrays that go along.
 
         Returns:
@@ -131,16 +151,16 @@ class Steps:
             ValueError: the step is larger than the limits.
         """
         with self.sent_anew_on_failure():
-            sent = self.upload(sequences, rows, tokens, extra)
+            sent = self.upload(sequences, rows, drawn, extra)
             return self.derive(len(rows.tokens), is_padded=False), sent
 
     def upload(
         self,
         sequences: Sequence[CachedSequence],
         rows: StepRows,
-        tokens: torch.Tensor | None = None,
+        drawn: Tensor | None = None,
         extra: Sequence[NDArray[Any]] = (),
-    ) -> Sequence[torch.Tensor] | None:
+    ) -> Sequence[Tensor] | None:
         """The first half of :meth:`begin`."""
         num_blocks = -(-rows.lengths_after // self._pool.block_size)
         self._make_room(sequences, rows, int(num_blocks.max()), num_words_of(extra))
@@ -154,8 +174,8 @@ class Steps:
         self._set_lengths(slots, rows)
         has_room = num_words_of(extra) <= self.staging.num_extra_words
         sent = self._lay_out(slots, rows, extra if has_room else ())
-        if tokens is not None:
-            self.staging.tensors["tokens"][: len(rows.tokens)].copy_(tokens)
+        if drawn is not None:
+            put_drawn(self.staging.tensors["tokens"][: len(rows.tokens)], drawn)
         return sent if has_room else None
 
     def padded(self, rows: StepRows) -> int:
@@ -193,14 +213,14 @@ class Steps:
         for sequence in self._slots:
             sequence.num_sent = 0
 
-    def upload_nothing(self, extra: Sequence[NDArray[Any]] = ()) -> Sequence[torch.Tensor]:
+    def upload_nothing(self, extra: Sequence[NDArray[Any]] = ()) -> Sequence[Tensor]:
         """Upload a step that is padding alone; gives ``extra`` on the device."""
         none = np.zeros(0, np.int64)
         return self._lay_out(none, StepRows(none.astype(np.int32), none, none, none, {}), extra)
 
     def _lay_out(
         self, slots: NDArray[np.int64], rows: StepRows, extra: Sequence[NDArray[Any]] = ()
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[Tensor]:
         num_drafts = np.zeros(len(slots), np.int64)
         for row, parents in rows.parents.items():
             num_drafts[row] = len(parents)
@@ -235,7 +255,7 @@ class Steps:
             self._updates.set_lengths(slots[is_other], rows.num_cached[is_other])
         self._lengths[slots] = rows.lengths_after
 
-    def logit_tokens(self, step: DerivedStep, num_logits: int) -> torch.Tensor:
+    def logit_tokens(self, step: DerivedStep, num_logits: int) -> Tensor:
         """The tokens of the newest step whose logits are wanted: int32 [num_logits]."""
         return self._deriver.logit_tokens(self.staging.tensors, step, num_logits)
 

@@ -114,18 +114,25 @@ class Decision:
         self.arrays: Sequence[NDArray[Any]] = () if self._laid_out is None else self._laid_out.arrays
         self._decided = Decided([], [], _NO_FLAGS)
 
-    def launch(self, logits: Tensor, flags: Tensor | None = None, sent: Sequence[Tensor] | None = None) -> None:
+    def launch(
+        self,
+        logits: Tensor,
+        flags: Tensor | None = None,
+        sent: Sequence[Tensor] | None = None,
+        drawn: Tensor | None = None,
+    ) -> None:
         """Decide, as soon as the device has come to it.
 
         Args:
             logits: float32 [N, at least V], the target's.
             flags: bool [F], to be brought along.
             sent: :attr:`arrays` on the device, if they are there.
+            drawn: int32 [D], there, the tokens that drafts name by :func:`specdec.executor.steps.unread`; for kernels.
         """
         if self._kernels is not None and self._laid_out is not None:
-            self._launched = self._kernels.launch(logits, self._laid_out, sent, flags)
+            self._launched = self._kernels.launch(logits, self._laid_out, sent, flags, drawn)
         elif self._kernels is not None:
-            self._decided = self._in_parts(self._kernels, logits, flags)
+            self._decided = self._in_parts(self._kernels, logits, flags, drawn)
         else:
             runs: list[VerifiedRun] = []
             for part, rows in self._slices:
@@ -137,11 +144,11 @@ class Decision:
         """What was decided."""
         return self._decided if self._launched is None else Decided(*self._launched.collect())
 
-    def _in_parts(self, kernels: KernelSampler, logits: Tensor, flags: Tensor | None) -> Decided:
+    def _in_parts(self, kernels: KernelSampler, logits: Tensor, flags: Tensor | None, drawn: Tensor | None) -> Decided:
         runs, logprobs, brought = list[VerifiedRun](), list[LogprobReport](), _NO_FLAGS
         for part, rows in self._slices:
             laid_out = kernels.lay_out(Rows(self.groups[part]), self._candidates[part])
-            found = kernels.launch(logits[rows], laid_out, None, None if runs else flags).collect()
+            found = kernels.launch(logits[rows], laid_out, None, None if runs else flags, drawn).collect()
             brought = brought if runs else found[2]
             runs += found[0]
             logprobs += found[1]

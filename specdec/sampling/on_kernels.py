@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.executor.staging import Field, Layout, Record, Uploads
+from specdec.executor.steps import put_drawn
 from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width
 from specdec.sampling.edits import Editor, Edits, padded
 from specdec.sampling.logprobs import entries_of, logprob_numbers
@@ -134,7 +135,12 @@ class KernelSampler:
         return self._chosen(laid_out.rows), scores
 
     def launch(
-        self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None, flags: Tensor | None
+        self,
+        logits: Tensor,
+        laid_out: LaidOut,
+        sent: Sequence[Tensor] | None,
+        flags: Tensor | None,
+        drawn: Tensor | None = None,
     ) -> Launched:
         """Put a step's decisions by both rules, and one copy of all that is told of them, in the device's queue.
 
@@ -143,6 +149,7 @@ class KernelSampler:
             laid_out: The step.
             sent: Its arrays on the device; None brings them there by a transfer of their own.
             flags: bool [F], on the device, to be brought along.
+            drawn: int32 [D], there, the tokens that drafts name by :func:`specdec.executor.steps.unread`.
         """
         rows, asking = laid_out.rows, laid_out.asking
         num_top = [rows.groups[i].spec.sampling.logprobs or 0 for i in asking]
@@ -154,6 +161,8 @@ class KernelSampler:
         record = self._begin_record(num_flags, len(asking) * most, width)
         while record.num_under_way:
             record.collect()  # of a step that failed, or was given up
+        if drawn is not None:
+            put_drawn(staged.step.draft, drawn)
         self._decide(logits, staged, rows)
         if flags is not None:
             record.tensors["flags"][:num_flags].copy_(flags)

@@ -45,16 +45,17 @@ class DeviceOnly(TorchDispatchMode):
     """Fails on each of them. On ``meta`` no operator can hide what it does: a copy to the CPU from there is seen.
 
     Args:
-        staged: What may be copied to.
+        staged: What may be copied to; several of them in a tuple.
         allows_indices: Whether a tensor may be indexed by another, which is not told from a list.
 
     Attributes:
         num_uploads: Copies to ``staged``.
     """
 
-    def __init__(self, staged: Tensor | None = None, allows_indices: bool = False) -> None:
+    def __init__(self, staged: Tensor | tuple[Tensor, ...] = (), allows_indices: bool = False) -> None:
         super().__init__()
-        self._staged, self._allows_indices = staged, allows_indices
+        staged = staged if isinstance(staged, tuple) else (staged,)
+        self._staged, self._allows_indices = {address(one) for one in staged}, allows_indices
         self.num_uploads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +63,7 @@ class DeviceOnly(TorchDispatchMode):
         is_copy = name == "aten.copy_.default"
         if is_copy and args[0].device == args[1].device == torch.device("meta"):
             pass  # from one place of the device to another
-        elif is_copy and self._staged is not None and address(args[0]) == address(self._staged):
+        elif is_copy and address(args[0]) in self._staged:
             self.num_uploads += 1
         elif name == "aten._to_copy.default" and kwargs.get("device", args[0].device) == args[0].device:
             pass  # of another type

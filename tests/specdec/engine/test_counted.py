@@ -19,19 +19,23 @@ from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
+from specdec.engine.pair import PairedTarget, can_hand_over
 from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, warm_sampling
-from specdec.executor import staging
+from specdec.executor import staging, steps
+from specdec.executor.chains import ChainGraphs
 from specdec.executor.graphs import ExecutorLimits, Graphs
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Arrays, Record
+from specdec.executor.steps import put_drawn
 from specdec.kernels import recurrent
 from specdec.kernels.recurrent import KeptStates, StateTensors
 from specdec.kernels.sample import record_width
 from specdec.kernels.scan import Mamba1, Mamba2, Scan
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
+from specdec.sampling import on_kernels
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from tests.sizes import one_of_each
@@ -156,8 +160,10 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Record, "collect", all_finite)
     # In inference mode operators would be dispatched whole, and those that wait would not be seen.
-    for name in "forward", "forward_chains":
+    for name in "forward", "launch_chains":
         monkeypatch.setattr(ModelRunner, name, getattr(ModelRunner, name).__wrapped__)
+    monkeypatch.setattr(on_kernels, "put_drawn", put_drawn.__wrapped__)
+    monkeypatch.setattr(steps, "put_drawn", put_drawn.__wrapped__)
     with torch.no_grad():
         yield
 
@@ -228,11 +234,12 @@ class Drafter:
             text += [token for token in tokens if token is not None]
 
 
-def counted(target: Target | Drafter, allows_indices: bool = False) -> DeviceOnly:
+def counted(target: Target | Drafter, allows_indices: bool = False, *others: Target | Drafter) -> DeviceOnly:
     """The mode, for a step like those before."""
     downloads.clear()
     allows_indices |= target.runner.loaded.dtype == torch.bfloat16  # experts, which transformers sorts by such tensors
-    return DeviceOnly(target.runner._steps.staging.words, allows_indices)
+    staged = tuple(one.runner._steps.staging.words for one in (target, *others))
+    return DeviceOnly(staged, allows_indices)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +349,40 @@ def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
             drafter.step(num_tokens, num_guesses)
         assert (seen.num_uploads, len(downloads)) == (1, 1)
         assert launched == [(16 if num_rows == 1 else 64, num_tokens)]
+
+
+def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload and a launch for all drafts, another two for the target, and both results come after that."""
+    order: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def note(self: Any, *args: Any, **options: Any) -> Any:
+            is_draft = isinstance(self, ChainGraphs) or "tokens" in getattr(self, "tensors", ())
+            order.append(f"{name} {'draft' if is_draft else 'target'}")
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    for owner, name in (Graphs, "launch"), (Kernels, "decide"), (Record, "download"), (Record, "collect"):
+        noting(owner, name)
+    for num_rows in 1, 64:
+        target = Target("llama", ["greedy", "noise", "top_p"], num_rows, 0, True)
+        drafter = Drafter((), 0, 4, num_chained_passes=4)
+        assert can_hand_over(target.backend, drafter.backend)
+        target.backend = PairedTarget(target.backend, drafter.backend, 4, hands_over=True)  # type: ignore[assignment]
+        target.jobs = [job._replace(most_own=4) for job in target.jobs]
+        for _ in range(3):
+            target.step()
+        downloads.clear()
+        order.clear()
+        with counted(target, True, drafter) as seen:
+            target.step()
+        assert (seen.num_uploads, len(downloads)) == (2, 2)
+        of_draft = ["launch draft", *["decide target"] * 4, "download draft"]
+        of_target = ["launch target", "decide target", "download target"]
+        assert order == [*of_draft, *of_target, "collect draft", "collect target"]
 
 
 @pytest.mark.parametrize("feature", ["penalties", "others", "logprobs"])

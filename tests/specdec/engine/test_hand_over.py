@@ -1,0 +1,183 @@
+"""Drafts that go from the draft model to the target on their device, before anybody has read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from specdec.core.backends import VerifyJob
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.engine import InProcessService
+from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
+from specdec.engine.pair import PairedTarget, can_hand_over
+from specdec.engine.target import ModelTarget
+from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.runner import ModelRunner
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.pipeline import Sampler
+from tests.sizes import one_of_each
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, collect, make_draft, make_model, prepare_tiny, run
+from tests.specdec.engine.test_exactness import GREEDY, HALF_RIGHT, make_cases
+from tests.specdec.engine.test_hostile_network import LENGTHS, TARGET, TIMES, HostileService
+from tests.specdec.engine.test_pair import ROOMS, SAMPLED, SCARCE, plainly
+from tests.specdec.kernels.in_torch import decide_in_torch
+from tests.specdec.models.families import VOCAB_SIZE
+
+NUM_DRAFT_TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_in_torch(monkeypatch)
+
+
+def recorded(
+    kind: Any, noise: float | None, *, num_blocks: int = 400, max_model_len: int = MAX_MODEL_LEN, chunk: int = 64
+) -> Any:
+    """A backend whose steps are recorded, and are decided by kernels; of the target without noise."""
+    model = make_model("llama") if noise is None else make_draft("llama", noise)
+    runner = ModelRunner(prepare_tiny(model), num_blocks=num_blocks, block_size=4)
+    of_chains = {"num_chained_passes": NUM_DRAFT_TOKENS} if kind is not ModelTarget else {}
+    limits = ExecutorLimits(16, 128, MAX_MODEL_LEN, NUM_DRAFT_TOKENS, num_extra_words=1 << 12, **of_chains)
+    runner.record_graphs(limits)
+    assert not runner.graphs_failure
+    sampler = Sampler(VOCAB_SIZE, on_kernels=True)
+    return kind(runner, sampler, max_model_len=max_model_len, max_num_batched_tokens=chunk, **of_chains)
+
+
+class Handing(PairedTarget):
+    """Counts drafts that were handed over unread, and others."""
+
+    num_handed = num_read = 0
+
+    def __init__(self, target: Any, drafter: Any, *args: Any, **options: Any) -> None:
+        assert can_hand_over(target, drafter)
+        super().__init__(target, drafter, *args, hands_over=True, **options)
+
+    def _drafting(self, jobs: Sequence[VerifyJob]) -> Any:
+        drafting, unread = super()._drafting(jobs)
+        num_drafts = sum(bool(one.drawn) for one in drafting)
+        if unread is None:
+            self.num_read += num_drafts
+        else:
+            self.num_handed += num_drafts
+        return drafting, unread
+
+
+def pair(noise: float = HALF_RIGHT["llama"], *, of_draft: dict[str, Any] | None = None, **options: Any) -> Handing:
+    drafter = recorded(ModelDrafter, noise, **(options if of_draft is None else of_draft))
+    return Handing(recorded(ModelTarget, None, **options), drafter, NUM_DRAFT_TOKENS)
+
+
+@pytest.mark.parametrize(("sampling", "room"), one_of_each([GREEDY, SAMPLED], [*ROOMS]))
+def test_the_tokens_are_those_without_drafts(sampling: SamplingParams, room: str) -> None:
+    """With room, with sequences of either model preempted, and with a draft model that reads less; and once more."""
+    cases, paired = make_cases(sampling, (None, 0, 1, 3, None)), pair(**ROOMS[room])
+    service, wanted = InProcessService(paired, None, 0), plainly(cases)
+    for _ in range(2):
+        outputs, stats = run(service, cases)
+        assert outputs == wanted
+    assert paired.num_handed > 20
+    assert paired.num_read == 0
+    assert stats.num_accepted_tokens > (10 if room != "short draft" else 0)
+    for one in (paired._target, paired._drafter):
+        metrics = one.metrics()
+        assert metrics["num_cached_sequences"] == 0
+        assert metrics["num_reused_tokens"] > 0  # of prompts, when they come again
+    assert (paired._drafter.metrics()["num_evictions"] > 0) == (SCARCE in (ROOMS[room], ROOMS[room].get("of_draft")))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T0", "T1"])
+def test_as_much_is_drafted_and_kept_as_where_drafts_are_read_first(sampling: SamplingParams) -> None:
+    cases = [replace(case, max_tokens=30, eos_token_ids=()) for case in make_cases(sampling)]
+    handing, reading = pair(), pair()
+    reading._hands_over = False
+    found = run(InProcessService(handing, None, 0), cases)
+    assert found == run(InProcessService(reading, None, 0), cases)
+    assert 0.1 < found[1].acceptance_rate < 0.9
+    assert (handing.num_handed > 20, handing.num_read) == (True, 0)
+    assert (reading.num_handed, reading.num_read > 20) == (0, True)
+
+
+def test_drafts_that_depend_on_their_tokens_are_read_first() -> None:
+    """Beside one of them all are, as one pass draws for all."""
+    cases = make_cases(SAMPLED)
+    edited = SamplingParams(temperature=1.0, min_tokens=8)
+    cases[0] = replace(cases[0], max_tokens=12, sampling=edited)
+    wanted = plainly(cases)
+    paired = pair()
+    assert run(InProcessService(paired, None, 0), cases)[0] == wanted
+    assert min(paired.num_handed, paired.num_read) > 5
+
+
+def test_a_step_of_the_target_that_fails_leaves_nothing_of_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, paired, calls = make_cases(SAMPLED), pair(), list[int]()
+    service = InProcessService(paired, None, 0)
+    forward = paired._target._runner.forward
+
+    def failing(*args: Any) -> Any:
+        calls.append(paired.num_handed)
+        if len(calls) == 5:
+            raise RuntimeError("no such kernel")
+        return forward(*args)
+
+    monkeypatch.setattr(paired._target._runner, "forward", failing)
+    assert run(service, cases)[0] == plainly(cases)
+    assert service.target.counters.num_failed_steps == 1
+    assert paired.num_handed > calls[4] > calls[3]
+    assert paired._drafter.metrics()["num_cached_sequences"] == 0
+
+
+class HostilePair(HostileService):
+    """Its target has a draft model in its process, too; both die at once."""
+
+    def _begin(self, name: str) -> None:
+        if name != TARGET:
+            return super()._begin(name)
+        self.paired = pair(max_model_len=LENGTHS["max_model_len"])
+        self._target = TargetMachine(name, self.paired, TIMES)
+        self._router.worker_joined(name, "target", self._now)
+        return None
+
+    def count(self, name: str) -> None:
+        if name == TARGET:
+            self.counts["handed over"] += self.paired.num_handed
+        super().count(name)
+
+
+def test_no_token_changes_where_workers_die_and_messages_are_lost() -> None:
+    cases = [replace(case, max_tokens=40) for case in make_cases(SAMPLED)]
+    wanted = plainly(cases)
+    drafter = partial(ModelRunner, prepare_tiny(make_draft("llama", HALF_RIGHT["llama"])), num_blocks=300)
+    service = HostilePair(drafter, drafter, 1, restart_rate=0.15)
+    assert [output.tokens for output in collect(service, cases)] == wanted
+    service.count(TARGET)
+    assert service.counts["T restarted"] > 1
+    assert service.counts["handed over"] > 20
+
+
+def test_steps_are_told_of_as_where_drafts_are_read_first() -> None:
+    """A draft's step ends, and the target's begins, when the drafts are read."""
+    cases: list[Case] = [replace(case, eos_token_ids=()) for case in make_cases(GREEDY)[:2]]
+    steps: list[StepRecord] = []
+    time = iter(range(1_000_000))
+    target, drafter = recorded(ModelTarget, None), recorded(ModelDrafter, 0.0)
+    observed = [
+        kind(one, [steps.append], lambda: next(time))
+        for kind, one in ((ObservedTarget, target), (ObservedDrafter, drafter))
+    ]
+    paired = PairedTarget(*observed, NUM_DRAFT_TOKENS, hands_over=can_hand_over(target, drafter))
+    run(InProcessService(paired, None, 0), cases)
+    pairs = [(one, two) for one, two in pairwise(steps) if one.role == "drafter"]
+    assert len(pairs) > 2
+    for draft, verify in pairs:
+        assert verify.role == "target"
+        assert draft.since_ns == draft.start_ns < draft.end_ns < verify.start_ns < verify.end_ns
+        assert draft.num_passes == NUM_DRAFT_TOKENS
+        assert all(token.token >= 0 for result in draft.results for token in (result, *result.further))
