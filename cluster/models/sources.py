@@ -11,6 +11,7 @@ from cluster.config.app import AppArgs
 from cluster.config.models import ModelConfig
 from cluster.models.demos import demo_folder
 from cluster.models.identity import draft_path, model_dtype, target_path
+from specdec.cache.recurrent.pool import MIN_WINDOW_TOKENS
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import PairReport
 from specdec.core.errors import InvalidParameterError
@@ -76,7 +77,7 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         skip_parity_check=args.skip_parity_check,
         num_step_tokens=_num_step_tokens(args) if model is args.draft else 1,
         other_vocabulary=model is args.draft and args.draft.other_vocabulary,
-        rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
+        rollback_tokens=_rollback_tokens(args, model),
         logits_processors=load_processors(args.logits_processors),
         gpu_memory_utilization=args.gpu_memory_utilization,
         executor=args.executor,
@@ -86,6 +87,13 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         logprobs_mode=args.logprobs_mode if model is args.target else "raw_logprobs",
         strict_tile_tokens=args.strict_tile_tokens if args.exactness == "strict" and model is args.target else None,
     )
+
+
+def _rollback_tokens(args: AppArgs, model: ModelConfig) -> int:
+    """A draft and a token, which is all that is taken back in turn; twice as many of a draft that runs ahead."""
+    num_tokens = args.most_draft_tokens + 1
+    runs_ahead = model is not args.target and not args.is_paired
+    return max(DEFAULT_WINDOW_TOKENS, 2 * num_tokens) if runs_ahead else max(MIN_WINDOW_TOKENS, num_tokens)
 
 
 def configured_pair(args: AppArgs, target: ModelSource, draft: ModelSource) -> PairReport:

@@ -21,6 +21,14 @@ def test_both_models_get_the_processors_in_their_order():
     assert backend_options(AppArgs(), AppArgs().target).logits_processors == ()
 
 
+def test_recurrent_states_reach_back_a_draft_and_twice_as_far_where_a_draft_runs_ahead():
+    for placement, of_draft in ("separate", 34), ("same_process", 17):
+        args = AppArgs.model_validate({"num_speculative_tokens": 16, "draft": {"placement": placement}})
+        assert [backend_options(args, model).rollback_tokens for model in (args.target, args.draft)] == [17, of_draft]
+    args = AppArgs(num_speculative_tokens=2)
+    assert [backend_options(args, model).rollback_tokens for model in (args.target, args.draft)] == [4, 18]
+
+
 def around(role, build, args, *, tag="none"):
     return (role, build() if tag == "wrapped" else None, args.block_size)
 

@@ -19,10 +19,22 @@ from specdec.engine.pair import PairedTarget, can_hand_over
 from specdec.engine.target import ModelTarget
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner
+from specdec.protocol.ingress import TokenDelta
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import one_of_each
-from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, collect, make_draft, make_model, prepare_tiny, run
+from tests.specdec.engine.pairs import (
+    MAX_MODEL_LEN,
+    Case,
+    Output,
+    collect,
+    deliver,
+    make_draft,
+    make_model,
+    prepare_tiny,
+    run,
+    start,
+)
 from tests.specdec.engine.test_exactness import GREEDY, HALF_RIGHT, make_cases
 from tests.specdec.engine.test_hostile_network import LENGTHS, TARGET, TIMES, HostileService
 from tests.specdec.engine.test_pair import ROOMS, SAMPLED, SCARCE, plainly
@@ -160,6 +172,53 @@ def test_no_token_changes_where_workers_die_and_messages_are_lost() -> None:
     service.count(TARGET)
     assert service.counts["T restarted"] > 1
     assert service.counts["handed over"] > 20
+
+
+class TwoPairs(InProcessService):
+    """A pair, and another one that joins when the first drains."""
+
+    def __init__(self, first: PairedTarget, second: PairedTarget) -> None:
+        self.other: TargetMachine | None = None
+        super().__init__(first, None, 0)
+        self._second = second
+
+    def drain_first(self) -> None:
+        now_s = self._clock()
+        self.other = TargetMachine("other", self._second, self.target._times)
+        self.router.worker_joined("other", "target", now_s)
+        self.target.drain(now_s)
+
+    def pump(self) -> list[TokenDelta]:
+        if self.other is not None:
+            self.other.step(self._clock())
+        return super().pump()
+
+    def _exchange(self) -> None:
+        machines = {m.name: m for m in (self.ingress, self.router, self.target, self.other) if m is not None}
+        while sent := [(to, m) for one in machines.values() for to, ms in one.take_outbox().items() for m in ms]:
+            for name, message in sent:
+                machines[name].receive(message, self._clock())
+
+
+def test_what_a_pair_has_that_drains_goes_on_with_another_pair() -> None:
+    """In the middle of texts, with drafts on both sides; nothing is left of them, in either model."""
+    cases = [replace(case, max_tokens=40, eos_token_ids=()) for case in make_cases(SAMPLED)]
+    first, second = pair(), pair()
+    service, outputs = TwoPairs(first, second), dict[str, Output]()
+    outputs |= {name: Output() for name in start(service, cases)}
+    for number in range(200):
+        if number == 8:
+            assert all(0 < len(output.tokens) < 40 for output in outputs.values())
+            service.drain_first()
+        deliver(service, outputs)
+        if service.target.is_draining:
+            assert service.target.is_drained
+            assert (first._sequences, first._drafter.metrics()["num_cached_sequences"]) == ({}, 0)
+        if all(output.finish is not None for output in outputs.values()):
+            break
+    assert [output.tokens for output in outputs.values()] == plainly(cases)
+    assert service.router.counters.num_handed_over == len(cases)
+    assert min(first.num_handed, second.num_handed) > 20
 
 
 def test_steps_are_told_of_as_where_drafts_are_read_first() -> None:
