@@ -36,7 +36,7 @@ from specdec.drafting.length.estimates import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.pair import PairedTarget, can_hand_over
-from specdec.engine.timing import LastStep, StepMetrics, profile_drafter, profile_target
+from specdec.engine.timing import LastRound, LastStep, StepMetrics, profile_drafter, profile_target
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
@@ -94,10 +94,13 @@ class TargetServer(_Worker):
                 profile_target(backend, steps.profiled)
                 if drafter is not None:
                     profile_drafter(drafter, draft_steps.profiled)
-        last_step = LastStep()
-        observed: TargetBackend = ObservedTarget(backend, [last_step, steps])
+        last_round = LastRound()
+        observed: TargetBackend = ObservedTarget(backend, [last_round, steps])
         if drafter is not None:
-            observed_drafter, hands_over = ObservedDrafter(drafter, [draft_steps]), can_hand_over(backend, drafter)
+            observed_drafter, hands_over = (
+                ObservedDrafter(drafter, [last_round, draft_steps]),
+                can_hand_over(backend, drafter),
+            )
             observed = PairedTarget(observed, observed_drafter, args.most_draft_tokens, hands_over=hands_over)
 
         def worker_metrics() -> dict[str, float]:
@@ -114,7 +117,8 @@ class TargetServer(_Worker):
             fingerprint=own.decision,
             numeric=_numeric(args, built),
             keeps_numeric=args.exactness == "strict",
-            last_interval=last_step.interval,
+            last_interval=last_round.interval,
+            last_draft_intervals=last_round.draft_intervals,
             ngram=ngram_options(args),
             chooser=DraftGains(steps.metrics, draft_steps.metrics if args.is_paired else None) if chooses else None,
         )

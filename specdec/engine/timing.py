@@ -80,6 +80,33 @@ class LastStep:
         return (self._start_ns + ahead_ns) / 1e9, (self._end_ns + ahead_ns) / 1e9
 
 
+class LastRound:
+    """When a pair in one process had its newest round: a listener of both models, like :class:`LastStep`."""
+
+    def __init__(self) -> None:
+        self._target = LastStep()
+        self._drafting: list[Interval] = []
+        self._drafts: tuple[Interval, ...] = ()
+
+    def __call__(self, step: StepRecord) -> None:
+        """A step of either has ended; the target's ends a round."""
+        if step.role == "target":
+            self._target(step)
+            self._drafts, self._drafting = tuple(self._drafting), []
+        else:
+            own = LastStep()
+            own(step)
+            self._drafting.append(own.interval())
+
+    def interval(self) -> Interval:
+        """Of the target's step, in seconds since the epoch."""
+        return self._target.interval()
+
+    def draft_intervals(self) -> tuple[Interval, ...]:
+        """Of the draft model's steps before it."""
+        return self._drafts
+
+
 class StepMetrics:
     """What a worker's metrics say of its steps; a listener of :mod:`specdec.engine.observed`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 
@@ -24,6 +24,7 @@ from specdec.core.drafts import (
 from specdec.core.errors import DeviceLostError, reason_of
 from specdec.core.messages import (
     Ack,
+    Interval,
     Message,
     Notes,
     Offer,
@@ -69,6 +70,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         numeric: str = "",
         keeps_numeric: bool = False,
         last_interval: LastInterval | None = None,
+        last_draft_intervals: Callable[[], Sequence[Interval]] | None = None,
         ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
@@ -76,7 +78,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             name, times, backend_metrics, fingerprint=fingerprint, numeric=numeric, keeps_numeric=keeps_numeric
         )
         self._backend = backend
-        self._last_interval = last_interval
+        self._last_interval, self._last_draft_intervals = last_interval, last_draft_intervals
         self._ngram = ngram
         self._chooser = chooser
         self._max_model_len = backend.max_model_len
@@ -224,7 +226,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             logprobs,
             None if result.prompt_logprobs is None else PackedLogprobs.pack(result.prompt_logprobs),
             result.num_cached_tokens,
-            self._round_times(sequence, count),
+            self._round_times(sequence, count, has_own=result.own is not None),
         )
         self.counters.count_round(result.num_drafted, num_accepted, count, source)
         if result.num_drafted and source in OFFERED and result.own is None and not result.is_forced:
@@ -253,12 +255,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             counts.num_accepted_tokens += max(0, min(num_right, num_accepted) - num_credited)
             num_credited = max(num_credited, min(num_right, num_accepted))
 
-    def _round_times(self, sequence: TargetSequence, count: int) -> tuple[RoundTimes | None, ...]:
+    def _round_times(self, sequence: TargetSequence, count: int, has_own: bool) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
         if not sequence.spec.wants_times or self._last_interval is None:
             return ()
         steps = tuple(sequence.draft_intervals)
         sequence.draft_intervals.clear()
+        if has_own and self._last_draft_intervals is not None:
+            steps = tuple(self._last_draft_intervals())
         return (*[None] * (count - 1), RoundTimes(self._last_interval(), steps))
 
     # What goes wrong.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from itertools import count
 
+from specdec.core.drafts import Draft
 from specdec.core.messages import Commit, Offer, Open, Plan, RoundTimes
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import StepRecord
-from specdec.engine.timing import LastStep
+from specdec.engine.timing import LastRound, LastStep
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
@@ -72,6 +73,34 @@ def test_a_target_notes_its_step_and_the_drafters_at_the_last_token_of_a_round()
     assert spelled(newest["s"]) == "aabp"
     assert newest["s"].times == (None, None, RoundTimes((1.0, 1.0), steps), RoundTimes((2.0, 2.0)))
     assert newest["t"].times == ()
+
+
+class OwnDrafts(Oracle):
+    """Drafts two tokens itself, of which the first is right."""
+
+    def verify(self, jobs):
+        own = Draft((*TRUE[:1], 0), source="chain")
+        return [result._replace(own=own, num_drafted=2) for result in super().verify(jobs)]
+
+
+def test_a_target_that_drafts_itself_notes_the_steps_of_its_own_draft_model():
+    steps = ((0.25, 0.5), (0.5, 0.75))
+    machine = TargetMachine("T", OwnDrafts(), TIMES, last_interval=clock(), last_draft_intervals=lambda: steps)
+    machine.receive(opened("s", True, Plan(0)), 0.0)
+    machine.step(0.0)
+    (verdict,) = machine.take_outbox()["R"]
+    assert verdict.notes.times == (RoundTimes((1.0, 1.0), steps),)
+
+
+def test_a_round_of_a_pair_is_its_draft_steps_and_the_targets():
+    last, rounds = LastRound(), []
+    for number, role in enumerate(("target", "drafter", "drafter", "target", "drafter", "target")):
+        start_ns = number * 1_000_000_000
+        last(StepRecord(role, start_ns, start_ns + 500_000_000, start_ns, 1, 1, 0, True, False, 1))
+        if role == "target":
+            (start_s, end_s), drafts = last.interval(), last.draft_intervals()
+            rounds.append([[round(at - start_s, 3) for at in one] for one in ((start_s, end_s), *drafts)])
+    assert rounds == [[[0, 0.5]], [[0, 0.5], [-2, -1.5], [-1, -0.5]], [[0, 0.5], [-1, -0.5]]]
 
 
 def test_the_newest_step_is_told_by_the_wall_clock():
