@@ -257,8 +257,8 @@ class ModelTarget(ModelBackend):
             results[place], key = result, jobs[place].key
             known_of[key].run = result.run
             if jobs[place].unread is not None and draft.tokens:
-                kept = result.run[: result.num_accepted]
-                self._runner.set_tokens(self._states.sequence(key), length, [*kept, *draft.tokens[len(kept) :]])
+                known = result.run[: result.num_accepted]
+                self._runner.set_tokens(self._states.sequence(key), length, [*known, *draft.tokens[len(known) :]])
             if result.num_accepted < len(draft.tokens):
                 refused.append((key, length + result.num_accepted))
         for key, length in refused:
