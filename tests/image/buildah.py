@@ -50,11 +50,11 @@ class Buildah:
         """Make an image of a small Debian with Python 3.11, as its packages have it."""
         archive = self.folder / "base.tar"
         how = ["--variant=minbase", "--include=python3.11,python3.11-venv", *apt_options()]
-        run(["mmdebstrap", *how, "bookworm", str(archive)], 600)
+        run(["mmdebstrap", *how, "bookworm", str(archive)], 3600)
         container = self("from", "scratch")
-        self("add", container, archive, "/", timeout_s=300)
+        self("add", container, archive, "/", timeout_s=1800)
         archive.unlink()
-        self("commit", "--rm", container, image, timeout_s=300)
+        self("commit", "--rm", container, image, timeout_s=1800)
 
     def build(self, source: Path, image: str, **arguments: str) -> None:
         """Build a folder's Dockerfile with what pip is told on this machine; nothing of that is in the image."""
@@ -68,7 +68,7 @@ class Buildah:
             f"--secret=id=pip,src={config}",
             *(f"--volume={path}:{there}:ro" for path, there in mounts.items()),
             *("--tag", image, source),
-            timeout_s=1800,
+            timeout_s=7200,
         )
 
     def config(self, image: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def built(folder: Path, source: Path, image: str, base: str, **arguments: str) -
 def said(buildah: Buildah, container: str, *words: str, **environment: str) -> str:
     """What a program in the container prints; it must end well."""
     command = buildah.run_command(container, *words, **environment)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -26,7 +26,7 @@ WRITABLE = {"/home/specdec", "/models", "/tmp", "/run/lock", "/var/tmp"}
 """What belongs to the image's user, or to everybody; nothing is written in the last two."""
 START_TIMEOUT_S = 300
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = pytest.mark.timeout(14400)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def config(buildah: Buildah) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def container(buildah: Buildah) -> str:
-    return buildah("from", "--pull-never", IMAGE, timeout_s=300)
+    return buildah("from", "--pull-never", IMAGE, timeout_s=1800)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
 """
 """What Triton does with the launcher of a kernel, and Inductor with what it generates, where they keep it."""
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = pytest.mark.timeout(14400)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
 
 @pytest.fixture(scope="module")
 def container(buildah: Buildah) -> str:
-    return buildah("from", "--pull-never", IMAGE, timeout_s=600)
+    return buildah("from", "--pull-never", IMAGE, timeout_s=1800)
 
 
 def test_its_vllm_takes_a_target_and_its_libraries_are_those_of_the_other_image(
