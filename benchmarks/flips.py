@@ -88,19 +88,14 @@ class FlipRuns:
     """Reads texts of a model in many ways.
 
     Args:
-        loaded: The model.
-        tile_tokens: See :class:`ModelRunner`; None is ``exactness: fast``.
+        runner: Of the model, with room for them: see :func:`num_blocks`.
         texts: What is read.
         most: Texts at once.
     """
 
-    def __init__(self, loaded: LoadedModel, tile_tokens: int | None, texts: Texts, most: int) -> None:
-        self._texts, self._most = texts, most
-        blocks = -(-(texts.num_prompt + texts.num_output) // 16) + 2
-        self._runner = ModelRunner(
-            loaded, num_blocks=(most + 1) * blocks, num_state_slots=2 * most + 2, tile_tokens=tile_tokens
-        )
-        self._all = [texts.text(number, loaded.vocab_size) for number in range(most)]
+    def __init__(self, runner: ModelRunner, texts: Texts, most: int) -> None:
+        self._runner, self._texts = runner, texts
+        self._all = [texts.text(number, runner.loaded.vocab_size) for number in range(most)]
         alone = Case(1, 0, texts.num_prompt, False)
         reads = (self._read([text], alone, goes_back=False)[0] for text in self._all)
         self._expected = [torch.cat([logits for _, logits in parts]) for parts in reads]
@@ -170,6 +165,11 @@ class FlipRuns:
         return logits
 
 
+def num_blocks(texts: Texts, most: int) -> int:
+    """Blocks of 16 positions that so many texts at once need, and one alone."""
+    return (most + 1) * (-(-(texts.num_prompt + texts.num_output) // 16) + 2)
+
+
 def random_model(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
     """A Llama of one layer and random weights whose products are as wide as a large model's."""
     torch.manual_seed(0)
@@ -208,7 +208,10 @@ def main() -> None:
         loaded = random_model(args.random, getattr(torch, args.dtype))
     else:
         loaded = load_model(ModelSource(args.target, dtype=args.dtype, device=args.device))
-    runs = FlipRuns(loaded, args.tile_tokens, Texts(args.num_prompt, args.num_output), max(args.batches))
+    texts, most = Texts(args.num_prompt, args.num_output), max(args.batches)
+    blocks = num_blocks(texts, most)
+    runner = ModelRunner(loaded, num_blocks=blocks, num_state_slots=2 * most + 2, tile_tokens=args.tile_tokens)
+    runs = FlipRuns(runner, texts, most)
     found = []
     for case in cases(args.batches):
         found.append(runs.compare(case))

@@ -310,9 +310,9 @@ class AppArgs(StrictModel):
     )
     strict_tile_tokens: int = Field(
         16,
-        ge=4,
+        ge=0,
         le=512,
-        description="with exactness: strict, the tokens of every pass; other numbers, other bits",
+        description="with exactness: strict, tokens of every pass, at least 4; 0: whole steps, on GPUs",
     )
     logprobs_mode: LogprobsMode = Field(
         "raw_logprobs",
@@ -462,6 +462,8 @@ class AppArgs(StrictModel):
             raise refused_key("exactness", "exactness: strict needs target.quantization: none")
         if self.exactness == "strict" and self.acceptance != "coupled":
             raise refused_key("exactness", "exactness: strict needs acceptance: coupled, by which no draft decides")
+        if 0 < self.strict_tile_tokens < 4:
+            raise refused_key("strict_tile_tokens", "strict_tile_tokens must be 0, or 4 to 512")
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: ngram"
             raise refused_key("acceptance", needs)

@@ -25,6 +25,7 @@ from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
+from specdec.executor.unsplit import no_unsplit_reason, use_unsplit_products
 from specdec.kernels.segmented import MAX_TREE_TOKENS
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
@@ -100,7 +101,8 @@ class BackendOptions:
         max_draft_tokens: Most draft tokens of a sequence that recorded steps have room for.
         merges_drafts: Whether drafts may be tries of several drafters' chains.
         strict_tile_tokens: Run steps as passes of so many tokens, and see at the start that a token's logits then have
-            the same bits in every step; None runs a step as one pass.
+            the same bits in every step. With 0, on a GPU, a step is one pass whose products split nothing. None runs a
+            step as one pass.
         logprobs_mode: vLLM's: which log probabilities of output tokens are reported.
     """
 
@@ -274,6 +276,8 @@ def _build(
     """
     loaded = load_model(source, progress)
     reason = "" if options.strict_tile_tokens is None else no_strict_reason(loaded)
+    if options.strict_tile_tokens == 0:
+        reason = reason or no_unsplit_reason(loaded)
     if reason:
         raise ModelLoadError(f"exactness: strict is not possible with {loaded.name}: {reason}")
     heads: DraftHeads | None = None
@@ -283,6 +287,8 @@ def _build(
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
     limits = _executor_limits(loaded, length, options, num_branches, num_chained_passes)
+    if options.strict_tile_tokens == 0:
+        use_unsplit_products(loaded, () if limits is None else limits.graph_sizes)
     memory = _planned(
         loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size, limits
     )
@@ -370,7 +376,9 @@ def _admitted(
             **common,
         )
         if graphs is not None:
-            runner.record_graphs(graphs, "inductor" if loaded.device.type == "cuda" else None)
+            # Which kernels Inductor takes it finds out by timing them: another process may take others.
+            is_compiled = loaded.device.type == "cuda" and not runner.is_strict
+            runner.record_graphs(graphs, "inductor" if is_compiled else None)
         return runner, None if options.skip_parity_check else check_admission(runner)
     if not options.skip_parity_check:
         with suppress(ModelLoadError):
@@ -391,7 +399,7 @@ def _executor_limits(
     """The largest step, where steps are to be recorded; it holds those of the check, too."""
     if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
         return None
-    if options.strict_tile_tokens is not None:
+    if options.strict_tile_tokens:
         return None  # a step is several passes then
     tree_tokens = MAX_TREE_TOKENS if options.merges_drafts else 0
     tree_tokens = tree_tokens if options.heads is None else max(tree_tokens, options.heads.tree_tokens)

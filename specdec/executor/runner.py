@@ -71,15 +71,17 @@ class ModelRunner(SequenceCache):
             by default.
         lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
         tile_tokens: Run every step as passes of just so many tokens, so that a token's logits have the same bits in
-            whatever step it is read; see :mod:`specdec.executor.tiles`. None runs a step as one pass. The model's
-            experts are computed accordingly from then on.
+            whatever step it is read; see :mod:`specdec.executor.tiles`. None runs a step as one pass, and so does 0,
+            for a model whose products split nothing; see :mod:`specdec.executor.unsplit`. The model's experts are
+            computed accordingly from then on.
 
     Attributes:
         loaded: The model.
         pool: The blocks.
         states: The recurrent states; None where the model has none.
         adapters: Those on the device.
-        tile_tokens: As given.
+        is_strict: Whether ``tile_tokens`` was given.
+        tile_tokens: As given, but None in place of 0.
         progress: Layers done, for whoever watches from another thread.
         hidden: Of the newest step, what is noted for heads that draft: [tokens, hidden size] each, until the next step.
         extra: What came along with the newest step's upload; see :meth:`forward`.
@@ -129,7 +131,8 @@ class ModelRunner(SequenceCache):
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
         self._padding = padding
-        self.tile_tokens = tile_tokens
+        self.is_strict = tile_tokens is not None
+        self.tile_tokens = tile_tokens = tile_tokens or None
         if tile_tokens is not None:
             use_tiled_experts(loaded.model)
         if kernel == "auto":
@@ -193,10 +196,10 @@ class ModelRunner(SequenceCache):
     def takes_trees(self) -> bool:
         """Whether the new tokens of a row may be a tree: a recurrent state has one past only.
 
-        In passes of one size none may: keys beside a token's own path move those on it to other places of their
+        Where bits count none may: keys beside a token's own path move those on it to other places of their
         segment, so that its sums have another order, and maybe other bits, than without them.
         """
-        if self.tile_tokens is not None:
+        if self.is_strict:
             return False
         if self.limits is not None and not self.limits.has_trees:
             return False

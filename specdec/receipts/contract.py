@@ -32,12 +32,13 @@ def numeric_contract(
         dtype: Of the weights as they are multiplied, such as ``bfloat16``.
         device: As torch calls it, such as ``cuda:0``.
         quantization: As the configuration names it.
-        strict_tile_tokens: With ``exactness: strict``, the tokens of a pass.
+        strict_tile_tokens: With ``exactness: strict``, the tokens of a pass; 0 for whole steps.
 
     Returns:
         Where ``exactness`` is ``fast`` the order of sums depends on what else is in the batch.
     """
-    strict = f"strict {STRICT_VERSION}, {strict_tile_tokens} tokens a pass"
+    passes = f"{strict_tile_tokens} tokens a pass" if strict_tile_tokens else "whole steps"
+    strict = f"strict {STRICT_VERSION}, {passes}"
     return {
         "exactness": "fast" if strict_tile_tokens is None else strict,
         "dtype": dtype,

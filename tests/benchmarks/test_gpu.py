@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     sampling,
     service,
     steps,
+    strict,
     tuning,
 )
 from benchmarks.gpu.report import Report
@@ -119,6 +120,16 @@ def test_kernels_are_right_in_the_interpreter() -> None:
     attention.run(report, CPU, attention.SMALL)
     sampling.run(report, CPU, sampling.SMALL)
     assert report.failures == []
+
+
+@interpreted
+def test_strict_steps_are_compared_and_timed() -> None:
+    report = Report()
+    strict.run(report, CPU, strict.SMALL)
+    assert report.failures == []
+    assert report.figures["strict_positions"] > 15
+    assert report.figures["strict_positions_with_other_bits"] == 0
+    assert {"strict_step_2x8_ms_over_least", "strict_256x64_float32_split_sizes"} <= report.figures.keys()
 
 
 @interpreted

@@ -116,6 +116,7 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs our own engine"),
     (T | {"exactness": "strict", "target.quantization": "int8"}, "exactness", "needs target.quantization: none"),
     ({"exactness": "strict", "acceptance": "rejection"}, "exactness", "exactness: strict needs acceptance: coupled"),
+    ({"strict_tile_tokens": 3}, "strict_tile_tokens", "strict_tile_tokens must be 0, or 4 to 512"),
     ({"protocol.renew_interval_s": 4, "protocol.lease_s": 5}, "protocol", "at most a third of lease_s"),
     *(
         (T | {f"target.{key}": value}, "target", "need engine: vllm")

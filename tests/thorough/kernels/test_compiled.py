@@ -17,6 +17,7 @@ from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.kernels.triton import recurrent
 from specdec.kernels.triton.attention import TritonAttention, write_cache
+from specdec.kernels.triton.product import product
 from specdec.kernels.triton.sample import TritonSampler
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows
@@ -33,6 +34,15 @@ SHAPES = {
     "gemma2": (16, 8, 256, 256, BF16),
     "gpt-oss": (64, 8, 64, 64, BF16),
     "float32": (32, 8, 128, 128, FP32),
+}
+
+
+# Columns, inputs, type.
+PRODUCTS = {
+    "8b-output": (4096, 4096, BF16),
+    "8b-down": (4096, 14336, BF16),
+    "8b-head": (128256, 4096, FP16),
+    "float32": (4096, 4096, FP32),
 }
 
 
@@ -92,6 +102,21 @@ def test_a_model_has_one_version_for_all_numbers_of_rows(name: str) -> None:
     assert set(Counter(kernel.name for kernel in kernels).values()) == {1}
     (attend,) = (kernel for kernel in kernels if kernel.name == "_attend")
     assert not examined(attend, 90).spilled_bytes
+
+
+@pytest.mark.parametrize(("name", "capability"), one_of_each([*PRODUCTS], CAPABILITIES))
+def test_products_have_one_version_that_spills_nothing(name: str, capability: int) -> None:
+    num_columns, depth, dtype = PRODUCTS[name]
+    weight = torch.empty(num_columns, depth, dtype=dtype, device=META)
+    with compiled_for(capability) as kernels:
+        for num_rows in (1, 3, 16, 64, 100, 512):
+            product(torch.empty(num_rows, depth, dtype=dtype, device=META), weight)
+    (kernel,) = kernels
+    found = examined(kernel, capability)
+    print(name, capability, found)
+    assert not found.spilled_bytes, found
+    assert found.shared_bytes <= 163 << 10, "what compute capability 8.0 has"
+    assert len(found.products) == (dtype != FP32), "one kind of matrix instruction"
 
 
 def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: int) -> SampleStep:
