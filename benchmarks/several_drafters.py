@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import math
 import statistics
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +87,7 @@ class Swarm:
     script: Script = SCRIPT
     hosts: dict[str, Host[Any]] = field(default_factory=dict)
     _links: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
-    _ended: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    _ended: dict[str, asyncio.Future[float]] = field(default_factory=dict)
     _tokens: dict[str, list[int]] = field(default_factory=dict)
     _num_requests: int = 0
 
@@ -164,29 +165,30 @@ class Swarm:
         for delta in deltas:
             self._tokens[delta.seq] += delta.tokens
             if delta.finish is not None:
-                self._ended[delta.seq].set_result(None)
+                self._ended.pop(delta.seq).set_result(time.monotonic())
 
     async def decode(self, seeds: Sequence[int], num_tokens: int, most_drafted: int | None) -> float:
-        """Decode texts at once; gives tokens per second of all.
+        """Decode texts at once; gives tokens per second, each text's own, summed.
 
         Raises:
             AssertionError: A token is not the script's.
         """
-        loop = asyncio.get_running_loop()
-        began_s, seqs = loop.time(), []
+        began_s, seqs = time.monotonic(), []
+        ended: list[asyncio.Future[float]] = []
         for seed in seeds:
             self._num_requests += 1
             seq = f"s{self._num_requests}"
             seqs.append(seq)
             sampling = SamplingParams(ignore_eos=True)
             spec = SequenceSpec(sampling, seed, 1, num_tokens, num_speculative_tokens=most_drafted)
-            self._tokens[seq], self._ended[seq] = [], loop.create_future()
+            self._tokens[seq] = []
+            self._ended[seq] = asyncio.get_running_loop().create_future()
+            ended.append(self._ended[seq])
             self.hosts["ingress"].tell(lambda machine, now_s, seq=seq, spec=spec: machine.start(seq, (1,), spec, now_s))
-        await asyncio.gather(*(self._ended[seq] for seq in seqs))
-        seconds = loop.time() - began_s
+        rates = [num_tokens / (ended_s - began_s) for ended_s in await asyncio.gather(*ended)]
         for seq, seed in zip(seqs, seeds, strict=True):
             assert self._tokens.pop(seq) == [self.script.true_token(seed, 1 + i) for i in range(num_tokens)]
-        return len(seeds) * num_tokens / seconds
+        return sum(rates)
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,11 @@ SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """Shapes of SmolLM2-135M, and of Qwen3-0.6B but for its wider heads."""
 RUNTIMES = (
-    *("ours-none", "ours-int8", "ours-int4"),
+    *("ours-none", "ours-int8", "ours-int4", "ours-none*8", "ours-int8*8"),
     *("openvino-none", "openvino-int8", "openvino-int4"),
     *("llama_cpp-float32", "llama_cpp-q8_0", "llama_cpp-q4_0"),
 )
-"""Each with how its weights are held."""
+"""Each with how its weights are held, and how many tokens a step reads where it is not one."""
 
 
 def model_folder(shape: str, work: Path) -> Path:
