@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.cache.blocks import CachedSequence
+from specdec.core.errors import reason_of
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
 from specdec.executor.chains import ChainsRead, LaunchedChains, num_chain_rows
@@ -23,6 +24,7 @@ from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
 from specdec.executor.steps import unread
+from specdec.kernels.device_errors import is_out_of_memory
 from specdec.sampling.acceptance import Drawn, drawn_coupled, rank_coupled
 from specdec.sampling.chains import ChainSampler
 from specdec.sampling.on_kernels import LaidOut
@@ -73,8 +75,13 @@ def recorded_chains(runner: ModelRunner, sampler: Sampler) -> ChainSampler | Non
     kernels, limits = sampler.kernels(runner.output_device), runner.limits
     if kernels is None or limits is None or not limits.num_chained_passes:
         return None
-    chooser = ChainSampler(kernels, num_chain_rows(limits), limits.num_guesses)
-    failure = runner.record_chains(chooser)
+    try:
+        chooser = ChainSampler(kernels, num_chain_rows(limits), limits.num_guesses)
+        failure = runner.record_chains(chooser)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = reason_of(error)
     if failure:
         logger.info("Chains of %s are launched pass by pass: %s", runner.loaded.name, failure)
     return None if failure else chooser

@@ -43,6 +43,11 @@ class Chosen(NamedTuple):
 class TokenChooser(Protocol):
     """Chooses tokens on the device by an input that lies where it is."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the device that it holds."""
+        ...
+
     def padding(self) -> list[NDArray[Any]]:
         """The input of no rows. All inputs have its shapes."""
         ...
@@ -223,5 +228,5 @@ class LaunchedChains:
 
 def num_chain_rows(limits: ExecutorLimits) -> int:
     """Tokens of each pass of chains but the first: as many as there may be rows, or as many as the first has."""
-    sizes = limits.graph_sizes
-    return next((size for size in sizes if size >= limits.max_rows), sizes[-1])
+    step = limits.graph_sizes[0]
+    return min(-(-limits.max_rows // step) * step, limits.graph_sizes[-1])

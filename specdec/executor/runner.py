@@ -519,7 +519,7 @@ class ModelRunner(SequenceCache):
         self._steps.forget()
         if not failure:
             self._chains = chains
-            self.graphs_bytes += chains.num_bytes
+            self.graphs_bytes += chains.num_bytes + chooser.num_bytes
         return failure
 
     def _clear_padding(self) -> None:

@@ -44,8 +44,12 @@ class ChainSampler:
         self._kernels, self._num_rows = kernels, num_rows
         device = kernels.editor.device
         self._triton = TritonSampler(kernels.vocab_size, num_rows, num_rows, 1, device)
-        self._scores = torch.empty(num_rows if num_guesses else 0, kernels.vocab_size, device=device)
         self._step: SampleStep | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the device that it holds."""
+        return self._triton.num_bytes
 
     def padding(self) -> list[NDArray[Any]]:
         """The input of no rows. All inputs have its shapes."""
@@ -85,7 +89,7 @@ class ChainSampler:
         assert self._step is not None, "begin comes first"
         n = len(logits)
         own = {x.name: getattr(self._step, x.name)[:n] for x in fields(self._step) if x.name not in _WHOLE}
-        step, scores = replace(self._step, **own), self._scores[:n] if self.num_guesses else None
+        step, scores = replace(self._step, **own), self._triton.edited[:n] if self.num_guesses else None
         step = replace(step, position=step.position + number)
         options = {"penalties": False, "truncation": True, "noise": True, "rejection": False}
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there

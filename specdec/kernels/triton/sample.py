@@ -313,7 +313,8 @@ class TritonSampler:
     ) -> None:
         self._vocab_size, self._max_tokens, self._block = vocab_size, max_tokens, block_size
         self._num_blocks = -(-vocab_size // block_size)
-        self._edited = torch.empty(max_rows, vocab_size, dtype=torch.float32, device=device)
+        self.edited = torch.empty(max_rows, vocab_size, dtype=torch.float32, device=device)
+        """float32 [max_rows, V], to work in; it may take the scores where no request has the rejection rule."""
         shape = max_rows, self._num_blocks
         self._best = torch.empty(4, *shape, dtype=torch.float32, device=device)
         self._block_top, self._block_best = torch.empty(2, *shape, dtype=torch.float32, device=device).unbind()
@@ -328,6 +329,11 @@ class TritonSampler:
         """int32 [max_rows]: every row's token, or -1."""
         self.record = torch.zeros(max_sequences, record_width(max_tokens), dtype=torch.int32, device=device)
         """int32 [R, :func:`~specdec.kernels.sample.record_width`]."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its buffers."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def decide(
         self,
@@ -359,25 +365,25 @@ class TritonSampler:
         options = {"num_warps": 4, "enable_fp_fusion": False}
         cells = num_rows, self._num_blocks
         _edit[cells](
-            logits, self._edited, self._best, step.sequence, step.ahead, step.slot, step.penalties,
+            logits, self.edited, self._best, step.sequence, step.ahead, step.slot, step.penalties,
             step.counts, step.prompt_bits, step.bias_token, step.bias, step.allowed, step.grammar, step.masks,
             step.ended, step.bad, logits.stride(0), self._best.shape[1], step.ahead.shape[1],
             step.bias.shape[1], step.ended.shape[1], step.bad.shape[1],
             HAS_PENALTIES=penalties, **sizes, **masks, **options,
         )  # fmt: skip
         _scale[cells](
-            logits, self._edited, self._best, self._block_top, self._flags, step.sequence, step.temperature,
+            logits, self.edited, self._best, self._block_top, self._flags, step.sequence, step.temperature,
             step.grammar, step.masks, step.bad, logits.stride(0), self._best.shape[1], step.bad.shape[1],
             **sizes, **padded, **masks, **options,
         )  # fmt: skip
         if truncation:
             _truncate[(num_rows,)](
-                self._edited, self._block_top, self._threshold, step.sequence, step.temperature, step.top_k,
+                self.edited, self._block_top, self._threshold, step.sequence, step.temperature, step.top_k,
                 step.top_p, step.min_p, **sizes, **options | {"num_warps": 8},
             )  # fmt: skip
-        kept = self._edited if scores is None else scores
+        kept = self.edited if scores is None else scores
         _choose[cells](
-            self._edited, self._threshold, self._block_top, self._block_best, self._block_token, kept, step.sequence,
+            self.edited, self._threshold, self._block_top, self._block_best, self._block_token, kept, step.sequence,
             step.position, step.seed, step.temperature,
             HAS_TRUNCATION=truncation, HAS_NOISE=noise, KEEPS=scores is not None, **sizes, **options,
         )  # fmt: skip
@@ -395,7 +401,7 @@ class TritonSampler:
             self.record.stride(0), MAX_ROWS=self._max_tokens, **options,
         )  # fmt: skip
         if rejection:
-            sources = self._edited, self._threshold, self.chosen
+            sources = self.edited, self._threshold, self.chosen
             drawn = step.draft_ids, step.draft_probs, step.first, step.count, step.rejects
             width, record = step.draft_ids.shape[1], (self.record, self.record.stride(0))
             weigh[cells](

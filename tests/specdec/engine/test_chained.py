@@ -117,6 +117,27 @@ def test_recorded_chains_give_what_several_steps_give() -> None:
     assert steps._state.tensors["num_computed_tokens"][known].tolist() == steps._lengths[known].tolist() != []
 
 
+def test_memory_of_recorded_chains_is_told() -> None:
+    pytest.importorskip("triton")
+    limits = replace(LIMITS, max_rows=18, num_chained_passes=4, num_guesses=3, num_extra_words=1 << 12)
+    runner = make_drafter("llama", 4, limits=limits, on_kernels=True)._runner
+    # Rounded up to 32 rows, once: what is chosen by takes the place of what is worked in.
+    assert 4 * 32 * VOCAB_SIZE < runner.graphs_bytes < 2 * 4 * 32 * VOCAB_SIZE
+    runner.forget_graphs()
+    assert runner.limits is None
+
+
+@interpreted
+def test_without_memory_for_recorded_chains_passes_are_launched_one_by_one() -> None:
+    limits = replace(LIMITS, num_chained_passes=4, num_extra_words=1 << 12)
+    with patch("specdec.engine.chained.ChainSampler", side_effect=torch.OutOfMemoryError("none")):
+        drafter = make_drafter("llama", 4, limits=limits, on_kernels=True)
+    spec = SequenceSpec(PARAMS[1], 1, 2, MAX_MODEL_LEN)
+    jobs = [DraftJob("a", [1, 2, 3], spec, num_tokens=4)]
+    assert drafter.propose(jobs) == make_drafter("llama", 4).propose(jobs)
+    assert drafter._runner.num_passes == 4  # type: ignore[attr-defined]
+
+
 def draw_from_both(
     chained: ModelDrafter, plain: ModelDrafter, num_texts: int = 2 * len(PARAMS), max_rounds: int = 1000
 ) -> None:
