@@ -1,8 +1,8 @@
 """The kernels of :mod:`specdec.kernels.sample`: edits, truncation, noise, choice, acceptance, log probabilities.
 
 Each row of logits is cut into blocks of the vocabulary. ``_edit`` applies what changes single logits and finds each
-block's largest; ``_scale`` settles what gives way to what, and divides by the temperature; ``_truncate`` finds the
-least logit kept; ``_choose`` adds the noise and finds each block's best; ``_settle`` finds each row's; ``_walk`` goes
+block's largest; ``_scale`` settles what gives way to what, and divides by the temperature; ``_gather`` lists the
+tokens that truncation may cut between, and ``_truncate`` finds the least logit kept; ``_choose`` adds the noise and finds each block's best; ``_settle`` finds each row's; ``_walk`` goes
 down a sequence's draft and writes its record. Whatever is summed is summed in integers, so that no order of blocks is
 in the numbers. Nothing waits for the device.
 """
@@ -22,6 +22,8 @@ from specdec.kernels.triton.rejection import cell, descend, draw, weigh
 _BLOCK = 1024
 _MAX_TOP = 32
 """Most likely tokens that can be listed for a row: a power of two."""
+_LEVELS, _PART = 8, 8
+"""Levels of logits that blocks count their tokens by; and blocks whose candidates one program gathers."""
 _NO_TOKEN = tl.constexpr(2147483647)
 _NUM_ACCEPTED, _FLAGS, _NUM_FIXED = (
     tl.constexpr(value) for value in (sample.NUM_ACCEPTED, sample.FLAGS, sample.NUM_FIXED)
@@ -108,11 +110,14 @@ def _edit(
 
 @triton.jit(do_not_specialize=["num_rows", "num_bad"])
 def _scale(
-    logits, edited, best, block_top, row_flags, sequence, temperature, grammar, masks, bad, logits_row, num_rows,
-    num_bad, V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr, HAS_MASKS: tl.constexpr,
+    logits, edited, best, block_top, level_count, level_mass, row_flags, sequence, temperature, grammar, masks, bad,
+    logits_row, num_rows, num_bad, V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr, HAS_MASKS: tl.constexpr, HAS_TRUNCATION: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row and block: ``edited`` becomes (logit - row's largest) / temperature."""
+    """A program for each row and block: ``edited`` becomes (logit - row's largest) / temperature.
+
+    For truncation it counts and weighs what reaches each of a few levels, so that few tokens are looked at again.
+    """
     row, owner, block, token = cell(sequence, BLOCK)
     if owner < 0:
         return
@@ -144,7 +149,21 @@ def _scale(
     # A NaN would spread; the row is flagged.
     x = tl.where(x <= 0.0, x, float("-inf"))
     tl.store(edited + row.to(tl.int64) * V + token, x, mask=token < V)
-    tl.store(block_top + row * BLOCKS + block, tl.max(x, 0))
+    highest = tl.max(x, 0)
+    tl.store(block_top + row * BLOCKS + block, highest)
+    if HAS_TRUNCATION:
+        weight = mass(x)
+        for number in tl.static_range(LEVELS):
+            least = _level(number, LEVELS)
+            count = 0
+            weighed = tl.zeros([1], tl.int64)
+            if highest >= least:
+                is_in = (token < V) & (x >= least)
+                count = tl.sum(is_in.to(tl.int32), 0)
+                weighed += tl.sum(tl.where(is_in, weight, 0), 0)
+            to = (row * BLOCKS + block) * LEVELS + number
+            tl.store(level_count + to, count)
+            tl.store(level_mass + to + tl.arange(0, 1), weighed)
     if block == 0:
         tl.store(row_flags + row, tl.where(is_finite, 0, _NOT_FINITE))
 
@@ -156,8 +175,73 @@ def _order(x):
 
 
 @triton.jit
-def _select(scaled, block_top, row, goal, least, BY_MASS: tl.constexpr,
-            V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def _level(number, LEVELS: tl.constexpr):
+    """The least number that a level has: -2, -4 .., and -inf, the last one's."""
+    return tl.where(number < LEVELS - 1, -2.0 * (number + 1), float("-inf"))
+
+
+@triton.jit
+def _goal(top_p, whole):
+    """The mass that top_p keeps of an integer."""
+    return tl.maximum(tl.ceil(top_p * whole.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _cut(sequence, temperature, top_k, top_p, row, V: tl.constexpr):
+    """How many tokens top_k leaves of a row, V for all, and top_p: V and 1 where there is nothing to find."""
+    owner = tl.load(sequence + row)
+    at = tl.maximum(owner, 0)
+    k = tl.load(top_k + at)
+    is_cut = (owner >= 0) & (tl.load(temperature + at) > 0)
+    return tl.where(is_cut & (k > 0) & (k < V), k, V), tl.where(is_cut, tl.load(top_p + at), 1.0)
+
+
+@triton.jit
+def _candidates(level_count, level_mass, row, k, p, V: tl.constexpr, BLOCKS: tl.constexpr,
+                BLOCKS_PADDED: tl.constexpr, LEVELS: tl.constexpr):  # fmt: skip
+    """The first level that holds all that truncation keeps; its tokens; and the row's mass."""
+    b = tl.arange(0, BLOCKS_PADDED)
+    number = tl.arange(0, LEVELS)
+    at = (row * BLOCKS + b)[:, None] * LEVELS + number[None, :]
+    is_inside = (b < BLOCKS)[:, None] & (number >= 0)[None, :]
+    count = tl.sum(tl.load(level_count + at, mask=is_inside, other=0), 0)
+    weight = tl.sum(tl.load(level_mass + at, mask=is_inside, other=0), 0)
+    whole = tl.max(weight, 0)
+    holds = tl.where(k < V, count >= k, weight >= _goal(p, whole))
+    level = tl.min(tl.where(holds, number, LEVELS - 1), 0)
+    return level, tl.sum(tl.where(number == level, count, 0), 0), whole
+
+
+@triton.jit
+def _gather(
+    scaled, level_count, level_mass, candidates, sequence, temperature, top_k, top_p,
+    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
+    LEVELS: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """A program for each row and PART blocks: candidates one behind another, in order, where there is room for all."""
+    row = tl.program_id(0)
+    k, p = _cut(sequence, temperature, top_k, top_p, row, V)
+    if (k == V) & (p >= 1):
+        return
+    level, num_candidates, _ = _candidates(level_count, level_mass, row, k, p, V, BLOCKS, BLOCKS_PADDED, LEVELS)
+    if num_candidates > ROOM:
+        return
+    b = tl.arange(0, BLOCKS_PADDED)
+    count = tl.load(level_count + (row * BLOCKS + b) * LEVELS + level, mask=b < BLOCKS, other=0)
+    first = tl.program_id(1) * PART
+    start = row * ROOM + tl.sum(tl.where(b < first, count, 0), 0)
+    for block in range(first, tl.minimum(first + PART, BLOCKS)):
+        num_here = tl.sum(tl.where(b == block, count, 0), 0)
+        if num_here > 0:
+            token = block * BLOCK + tl.arange(0, BLOCK)
+            x = _load(scaled, row, V, token, V)
+            is_in = (token < V) & (x >= _level(level, LEVELS))
+            tl.store(candidates + start + tl.cumsum(is_in.to(tl.int32), 0) - 1, x, mask=is_in)
+            start += num_here
+
+
+@triton.jit
+def _select(values, size, goal, least, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest key such that the numbers with at least that key, and ``least``, have ``goal`` tokens or mass."""
     found = 0
     pivot = tl.arange(0, 16)
@@ -166,15 +250,14 @@ def _select(scaled, block_top, row, goal, least, BY_MASS: tl.constexpr,
         # The first pivot is known to reach the goal.
         at = found + pivot * width
         above = tl.zeros([16], tl.int64)
-        for block in range(BLOCKS):
-            if _order(tl.load(block_top + row * BLOCKS + block)) >= found:
-                token = block * BLOCK + tl.arange(0, BLOCK)
-                x = _load(scaled, row, V, token, V)
-                key = tl.where(token < V, _order(x), -1)
-                weight = tl.where(key >= least, 1, 0).to(tl.int64)
-                if BY_MASS:
-                    weight = weight * mass(x)
-                above += tl.sum(tl.where(key[None, :] >= at[:, None], weight[None, :], 0), 1)
+        for block in range(tl.cdiv(size, BLOCK)):
+            i = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(values + i, mask=i < size, other=float("-inf"))
+            key = tl.where(i < size, _order(x), -1)
+            weight = tl.where(key >= least, 1, 0).to(tl.int64)
+            if BY_MASS:
+                weight = weight * mass(x)
+            above += tl.sum(tl.where(key[None, :] >= at[:, None], weight[None, :], 0), 1)
         is_enough = (above >= goal) & (at >= found)  # those past 31 bits are negative
         found += tl.maximum(tl.max(tl.where(is_enough, pivot, 0), 0), 0) * width
     return found
@@ -182,34 +265,34 @@ def _select(scaled, block_top, row, goal, least, BY_MASS: tl.constexpr,
 
 @triton.jit
 def _truncate(
-    scaled, block_top, threshold, sequence, temperature, top_k, top_p, min_p,
-    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    scaled, level_count, level_mass, candidates, threshold, sequence, temperature, top_k, top_p, min_p,
+    V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
+    LEVELS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row."""
+    """A program for each row, over its candidates, or all tokens where these are too many."""
     row = tl.program_id(0)
-    owner = tl.load(sequence + row)
-    if owner < 0:
-        return
-    if tl.load(temperature + owner) <= 0:
-        return
-    k = tl.load(top_k + owner)
-    p = tl.load(top_p + owner)
+    k, p = _cut(sequence, temperature, top_k, top_p, row, V)
     least = 0
-    if (k > 0) & (k < V):
-        least = _select(scaled, block_top, row, k.to(tl.int64), 0, False, V, BLOCK, BLOCKS)
-    if p < 1:
-        total = tl.zeros([BLOCK], tl.int64)
-        for block in range(BLOCKS):
-            if _order(tl.load(block_top + row * BLOCKS + block)) >= least:
-                token = block * BLOCK + tl.arange(0, BLOCK)
-                x = _load(scaled, row, V, token, V)
-                total += tl.where((token < V) & (_order(x) >= least), mass(x), 0)
-        whole = tl.sum(total, 0)
-        goal = tl.maximum(tl.ceil(p * whole.to(tl.float64)).to(tl.int64), 1)
-        least = tl.maximum(least, _select(scaled, block_top, row, goal, least, True, V, BLOCK, BLOCKS))
+    if (k < V) | (p < 1):
+        _, size, whole = _candidates(level_count, level_mass, row, k, p, V, BLOCKS, BLOCKS_PADDED, LEVELS)
+        if size > ROOM:
+            values = scaled + row.to(tl.int64) * V
+        else:
+            values = candidates + row.to(tl.int64) * ROOM
+        size = tl.where(size > ROOM, V, size)
+        if k < V:
+            least = _select(values, size, k.to(tl.int64), 0, False, BLOCK)
+            total = tl.zeros([BLOCK], tl.int64)
+            for block in range(tl.cdiv(size, BLOCK)):
+                i = block * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(values + i, mask=i < size, other=float("-inf"))
+                total += tl.where((i < size) & (_order(x) >= least), mass(x), 0)
+            whole = tl.sum(total, 0)
+        if p < 1:
+            least = tl.maximum(least, _select(values, size, _goal(p, whole), least, True, BLOCK))
     value = (2139095040 - least) | -2147483648
     value = value.to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(threshold + row, tl.maximum(value, tl.load(min_p + owner)))
+    tl.store(threshold + row, tl.maximum(value, tl.load(min_p + tl.maximum(tl.load(sequence + row), 0))))
 
 
 @triton.jit
@@ -319,6 +402,10 @@ class TritonSampler:
         self._best = torch.empty(4, *shape, dtype=torch.float32, device=device)
         self._block_top, self._block_best = torch.empty(2, *shape, dtype=torch.float32, device=device).unbind()
         self._block_token = torch.empty(shape, dtype=torch.int32, device=device)
+        self._level_count = torch.empty(*shape, _LEVELS, dtype=torch.int32, device=device)
+        self._level_mass = torch.empty(*shape, _LEVELS, dtype=torch.int64, device=device)
+        self._room = -(-vocab_size // (16 * block_size)) * block_size
+        self._candidates = torch.empty(max_rows, self._room, dtype=torch.float32, device=device)
         self._threshold = torch.empty(max_rows, dtype=torch.float32, device=device)
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._block_mass = torch.empty(shape, dtype=torch.int64, device=device)
@@ -362,6 +449,7 @@ class TritonSampler:
         sizes = {"V": v, "BLOCK": self._block, "BLOCKS": self._num_blocks}
         padded = {"BLOCKS_PADDED": triton.next_power_of_2(self._num_blocks)}
         masks = {"WORDS": -(-v // 32), "HAS_MASKS": len(step.masks) > 0}
+        levels = {"LEVELS": _LEVELS}
         options = {"num_warps": 4, "enable_fp_fusion": False}
         cells = num_rows, self._num_blocks
         _edit[cells](
@@ -372,15 +460,17 @@ class TritonSampler:
             HAS_PENALTIES=penalties, **sizes, **masks, **options,
         )  # fmt: skip
         _scale[cells](
-            logits, self.edited, self._best, self._block_top, self._flags, step.sequence, step.temperature,
-            step.grammar, step.masks, step.bad, logits.stride(0), self._best.shape[1], step.bad.shape[1],
-            **sizes, **padded, **masks, **options,
+            logits, self.edited, self._best, self._block_top, self._level_count, self._level_mass, self._flags,
+            step.sequence, step.temperature, step.grammar, step.masks, step.bad, logits.stride(0),
+            self._best.shape[1], step.bad.shape[1],
+            HAS_TRUNCATION=truncation, **sizes, **padded, **masks, **levels, **options,
         )  # fmt: skip
         if truncation:
-            _truncate[(num_rows,)](
-                self.edited, self._block_top, self._threshold, step.sequence, step.temperature, step.top_k,
-                step.top_p, step.min_p, **sizes, **options | {"num_warps": 8},
-            )  # fmt: skip
+            given = self.edited, self._level_count, self._level_mass, self._candidates
+            wanted = step.sequence, step.temperature, step.top_k, step.top_p
+            shapes = sizes | padded | levels | {"ROOM": self._room}
+            _gather[(num_rows, -(-self._num_blocks // _PART))](*given, *wanted, PART=_PART, **shapes, **options)
+            _truncate[(num_rows,)](*given, self._threshold, *wanted, step.min_p, **shapes, **options | {"num_warps": 8})
         kept = self.edited if scores is None else scores
         _choose[cells](
             self.edited, self._threshold, self._block_top, self._block_best, self._block_token, kept, step.sequence,

@@ -159,10 +159,11 @@ def test_truncation_keeps_what_probabilities_keep(seed: int, monkeypatch: pytest
 
 @interpreted
 def test_kernel_truncates_as_the_reference() -> None:
+    """Over few tokens that it has gathered, and over all tokens of rows that are too flat for that."""
     from specdec.kernels.triton.sample import TritonSampler
 
     rng, generator = random.Random(9), torch.Generator().manual_seed(9)
-    values = [(rng.choice([0, 1, 7, 40, 99, 100]), rng.choice([1.0, 0.05, 0.9, 0.99])) for _ in range(8)]
+    values = [(rng.choice([0, 1, 7, 40, 99, 100]), rng.choice([1.0, 0.05, 0.9, 0.99])) for _ in range(9)]
     groups = [random_groups(rng, VOCAB, 1, temperature=1.0)[0] for _ in values]
     groups = [
         group._replace(
@@ -172,15 +173,20 @@ def test_kernel_truncates_as_the_reference() -> None:
         )
         for group, (k, p) in zip(groups, values, strict=True)
     ]
-    logits = torch.randn(len(groups), VOCAB, generator=generator) * 2
-    logits[::3] = logits[::3].mul(4).round() / 4
+    logits = torch.randn(len(groups), VOCAB, generator=generator) * torch.tensor([0.1, 2.0, 8.0]).repeat(3)[:, None]
+    logits[4:7] = logits[4:7].mul(4).round() / 4
     logits[::2, 30:70] = -torch.inf
     step = step_of(groups, VOCAB).step
-    sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=64)
+    sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=32)
+    sampler._candidates.fill_(math.nan)
     sampler.decide(logits, step, penalties=False, truncation=True, noise=True, rejection=False)
     scaled = logits - logits.amax(1, keepdim=True)
     expected = sample.thresholds(scaled, step.top_k, step.top_p, step.min_p)
     assert torch.equal(scaled >= sampler._threshold[:, None], scaled >= expected[:, None])
+    gathered = sampler._candidates.isfinite()
+    assert torch.equal(gathered.sum(1), gathered.int().cummin(1).values.sum(1)), "one behind another"
+    of_scales = gathered.any(1).view(3, 3).sum(0).tolist()
+    assert of_scales[0] == 0 < of_scales[1] < of_scales[2] == 3, (of_scales, values)
 
 
 @pytest.mark.parametrize("trees", [False, True])

@@ -161,7 +161,7 @@ def test_sampling_spills_nothing_and_rounds_each_operation(capability: int) -> N
                 step = sample_step_of(num_rows, num_sequences, vocab_size, width)
                 sampler.decide(logits, step, penalties=is_used, truncation=is_used, noise=is_used, rejection=is_used)
     # One with everything and one without, whatever the numbers of rows; the last three have no such parts.
-    versions = {"_edit": 2, "_scale": 2, "_truncate": 1, "_choose": 2, "_settle": 1, "_walk": 1}
+    versions = {"_edit": 2, "_scale": 2, "_gather": 1, "_truncate": 1, "_choose": 2, "_settle": 1, "_walk": 1}
     versions |= {"weigh": 1, "descend": 1, "draw": 1}
     assert Counter(kernel.name for kernel in kernels) == versions
     for kernel in kernels:
@@ -180,7 +180,7 @@ def test_sampling_has_one_version_for_all_numbers_of_sequences() -> None:
         for number in (1, 2, 3, 4, 17):
             groups = [RowGroup(SequenceSpec(params, seed, 2, 8), [3, 4], (5, 6)) for seed in range(number)]
             kernels.sample(torch.zeros(3 * number, 4096), kernels.lay_out(Rows(groups)))
-    names = ("_edit", "_scale", "_truncate", "_choose", "_settle", "_walk")
+    names = ("_edit", "_scale", "_gather", "_truncate", "_choose", "_settle", "_walk")
     assert Counter(name for name, _ in found) == dict.fromkeys(names, 1)
 
 
