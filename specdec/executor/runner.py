@@ -327,7 +327,9 @@ class ModelRunner(SequenceCache):
         size = None if graphs is None else graphs.size_for(num_tokens, num_logits)
         if has_adapters:
             own = replace(own, adapters=np.array([-1 if row.adapter is None else row.adapter for row in rows]))
-        parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
+        parts: Sequence[RowPart] = ()
+        if has_adapters or self.states is not None:
+            parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
         states = [] if self.tile_tokens is not None else self._state_moves(rows, parts)
         if states:
             own = replace(own, states=state_array([after for _, after in states]))

@@ -118,13 +118,15 @@ def test_recorded_chains_give_what_several_steps_give() -> None:
 
 
 def test_memory_of_recorded_chains_is_told() -> None:
+    """For as many rows as there may be, rounded up, and no more of it for guesses."""
     pytest.importorskip("triton")
-    limits = replace(LIMITS, max_rows=18, num_chained_passes=4, num_guesses=3, num_extra_words=1 << 12)
-    runner = make_drafter("llama", 4, limits=limits, on_kernels=True)._runner
-    # Rounded up to 32 rows, once: what is chosen by takes the place of what is worked in.
-    assert 4 * 32 * VOCAB_SIZE < runner.graphs_bytes < 2 * 4 * 32 * VOCAB_SIZE
-    runner.forget_graphs()
-    assert runner.limits is None
+    common = replace(LIMITS, num_chained_passes=4, num_extra_words=1 << 12)
+    found = [
+        make_drafter("llama", 4, limits=replace(common, **own), on_kernels=True)._runner.graphs_bytes  # type: ignore[arg-type]
+        for own in ({"max_rows": 18, "num_guesses": 3}, {"max_rows": 32}, {"max_rows": 48})
+    ]
+    assert 4 * 32 * VOCAB_SIZE < found[0] == found[1]
+    assert found[2] == 1.5 * found[1]
 
 
 @interpreted
