@@ -47,11 +47,15 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
     report.check("noise of the kernel is that of the CPU, bit by bit", torch.equal(scores.cpu(), noise))
 
     logits = 4 * torch.randn(n, v, generator=torch.Generator().manual_seed(2))
-    for name, top_k, top_p in (("plain", 0, 1.0), ("top_k, top_p", 50, 0.9)):
+    for name, top_k, top_p, scale in (
+        ("plain", 0, 1.0, 1.0),
+        ("top_k, top_p", 50, 0.9, 1.0),
+        ("top_p over many", 0, 0.9, 0.1),
+    ):
         step = make_step(n, 0, v, seeds, positions, device, top_k, top_p)
-        is_cut = top_k > 0
-        sampler.decide(logits.to(device), step, noise=True, **flags | {"truncation": is_cut})
-        scaled = logits - logits.amax(1, keepdim=True)
+        is_cut, own = top_p < 1, logits * scale
+        sampler.decide(own.to(device), step, noise=True, **flags | {"truncation": is_cut})
+        scaled = own - own.amax(1, keepdim=True)
         if is_cut:
             least = thresholds(scaled, *(getattr(step, field).cpu() for field in ("top_k", "top_p", "min_p")))
             scaled = scaled.masked_fill(scaled < least[:, None], -math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -171,7 +171,7 @@ class ModelRunner(SequenceCache):
         """Width of the logits of :meth:`forward`."""
         return self._vocab_size if self._padding == "cut" else self.loaded.vocab_size
 
-    @property
+    @cached_property
     def output_device(self) -> torch.device:
         """Where logits are."""
         head = self.loaded.model.get_output_embeddings()

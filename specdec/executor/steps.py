@@ -162,8 +162,8 @@ class Steps:
         extra: Sequence[NDArray[Any]] = (),
     ) -> Sequence[Tensor] | None:
         """The first half of :meth:`begin`."""
-        num_blocks = -(-rows.lengths_after // self._pool.block_size)
-        self._make_room(sequences, rows, int(num_blocks.max()), num_words_of(extra))
+        num_blocks, num_extra = -(-rows.lengths_after // self._pool.block_size), num_words_of(extra)
+        self._make_room(sequences, rows, int(num_blocks.max()), num_extra)
         slots = np.array(self._slots.all_of(sequences))
         num_sent = np.array([sequence.num_sent for sequence in sequences])
         for row in np.flatnonzero(num_sent < num_blocks).tolist():
@@ -172,7 +172,7 @@ class Steps:
                 self._updates.set_blocks(group, int(slots[row]), first, table[first:needed])
             sequence.num_sent = needed
         self._set_lengths(slots, rows)
-        has_room = num_words_of(extra) <= self.staging.num_extra_words
+        has_room = num_extra <= self.staging.num_extra_words
         sent = self._lay_out(slots, rows, extra if has_room else ())
         if drawn is not None:
             put_drawn(self.staging.tensors["tokens"][: len(rows.tokens)], drawn)

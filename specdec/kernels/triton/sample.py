@@ -1,10 +1,10 @@
 """The kernels of :mod:`specdec.kernels.sample`: edits, truncation, noise, choice, acceptance, log probabilities.
 
 Each row of logits is cut into blocks of the vocabulary. ``_edit`` applies what changes single logits and finds each
-block's largest; ``_scale`` settles what gives way to what, and divides by the temperature; ``_gather`` lists the
-tokens that truncation may cut between, and ``_truncate`` finds the least logit kept; ``_choose`` adds the noise and finds each block's best; ``_settle`` finds each row's; ``_walk`` goes
-down a sequence's draft and writes its record. Whatever is summed is summed in integers, so that no order of blocks is
-in the numbers. Nothing waits for the device.
+block's largest; ``_scale`` settles what gives way to what, and divides by the temperature; ``_gather`` lists the tokens
+that truncation may cut between, and ``_truncate`` finds the least logit kept; ``_choose`` adds the noise and finds each
+block's best; ``_settle`` finds each row's; ``_walk`` goes down a sequence's draft and writes its record. Whatever is
+summed is summed in integers, so that no order of blocks is in the numbers. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -275,10 +275,9 @@ def _truncate(
     least = 0
     if (k < V) | (p < 1):
         _, size, whole = _candidates(level_count, level_mass, row, k, p, V, BLOCKS, BLOCKS_PADDED, LEVELS)
+        values = candidates + row.to(tl.int64) * ROOM
         if size > ROOM:
             values = scaled + row.to(tl.int64) * V
-        else:
-            values = candidates + row.to(tl.int64) * ROOM
         size = tl.where(size > ROOM, V, size)
         if k < V:
             least = _select(values, size, k.to(tl.int64), 0, False, BLOCK)
