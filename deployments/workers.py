@@ -35,7 +35,7 @@ from specdec.core.types import Progress
 from specdec.drafting.length.estimates import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
-from specdec.engine.pair import PairedTarget, can_hand_over
+from specdec.engine.pair import PairedTarget
 from specdec.engine.timing import LastRound, LastStep, StepMetrics, profile_drafter, profile_target
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
@@ -97,11 +97,8 @@ class TargetServer(_Worker):
         last_round = LastRound()
         observed: TargetBackend = ObservedTarget(backend, [last_round, steps])
         if drafter is not None:
-            observed_drafter, hands_over = (
-                ObservedDrafter(drafter, [last_round, draft_steps]),
-                can_hand_over(backend, drafter),
-            )
-            observed = PairedTarget(observed, observed_drafter, args.most_draft_tokens, hands_over=hands_over)
+            observed_drafter = ObservedDrafter(drafter, [last_round, draft_steps])
+            observed = PairedTarget(observed, observed_drafter, args.most_draft_tokens)
 
         def worker_metrics() -> dict[str, float]:
             of_steps = steps.metrics()

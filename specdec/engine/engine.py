@@ -29,7 +29,7 @@ from specdec.core.validation import (
 from specdec.drafting.length.plans import fixed_plan, no_drafts
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target, pair_gpu_shares
-from specdec.engine.pair import PairedTarget, can_hand_over
+from specdec.engine.pair import PairedTarget
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, SpecStats, TokenEvent
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.drafter import DrafterMachine
@@ -162,10 +162,7 @@ class SpeculativeEngine:
             validated_num_speculative_tokens(ngram.most, "ngram.most")
         self._fallback = fallback if draft is not None or ngram is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        served = target
-        if draft is not None:
-            hands_over = can_hand_over(target, draft)
-            served = PairedTarget(target, draft, num_draft_tokens, drafts_first=True, hands_over=hands_over)
+        served = target if draft is None else PairedTarget(target, draft, num_draft_tokens, drafts_first=True)
         self._service = InProcessService(served, None, num_draft_tokens, ngram=ngram)
         self._defaults = defaults
         self._max_model_len = target.max_model_len

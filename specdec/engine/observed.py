@@ -104,12 +104,15 @@ class ObservedTarget:
         inner: Does the work.
         listeners: Called with each step, in their order.
         clock_ns: Nanoseconds, of a clock that never goes back.
+
+    Attributes:
+        inner: As given.
     """
 
     def __init__(
         self, inner: TargetBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._listeners = tuple(listeners)
         self._clock_ns = clock_ns
         self._rows = _Rows()
@@ -117,11 +120,11 @@ class ObservedTarget:
     @property
     def max_model_len(self) -> int:
         """Of the inner backend."""
-        return self._inner.max_model_len
+        return self.inner.max_model_len
 
     def metrics(self) -> dict[str, float]:
         """What the inner backend holds now."""
-        return self._inner.metrics()
+        return self.inner.metrics()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, reported."""
@@ -129,7 +132,7 @@ class ObservedTarget:
         unread = next((job.unread for job in jobs if job.unread is not None), None)
         if unread is not None:  # until they are read, its drafts are drawn
             unread.when_read(lambda _: begun_ns.append(self._clock_ns()))
-        results = self._inner.verify(jobs)
+        results = self.inner.verify(jobs)
         start_ns, end_ns = begun_ns[-1], self._clock_ns()
         statuses = [result.status for result in results]
         settled = [self._rows.settle(job.key, status) for job, status in zip(jobs, statuses, strict=True)]
@@ -158,7 +161,7 @@ class ObservedTarget:
     def release(self, key: str) -> None:
         """Free everything held for a sequence."""
         self._rows.release(key)
-        self._inner.release(key)
+        self.inner.release(key)
 
 
 class ObservedDrafter:
@@ -167,7 +170,7 @@ class ObservedDrafter:
     def __init__(
         self, inner: DraftBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._listeners = tuple(listeners)
         self._clock_ns = clock_ns
         self._rows = _Rows()
@@ -176,16 +179,16 @@ class ObservedDrafter:
     @property
     def max_model_len(self) -> int:
         """Of the inner backend."""
-        return self._inner.max_model_len
+        return self.inner.max_model_len
 
     def metrics(self) -> dict[str, float]:
         """What the inner backend holds now."""
-        return self._inner.metrics()
+        return self.inner.metrics()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step, reported."""
         start_ns = self._clock_ns()
-        results = self._inner.propose(jobs)
+        results = self.inner.propose(jobs)
         unread = next((one.unread for one in results if one.unread is not None), None)
         if unread is None:
             self._report(jobs, start_ns, results)
@@ -226,13 +229,13 @@ class ObservedDrafter:
     def rest(self) -> None:
         """A step found nothing to draft: the time until the next one is nobody's."""
         self._last_ns = None
-        self._inner.rest()
+        self.inner.rest()
 
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""
-        self._inner.rename(key, new_key)
+        self.inner.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""
         self._rows.release(key)
-        self._inner.release(key)
+        self.inner.release(key)

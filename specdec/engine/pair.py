@@ -24,6 +24,7 @@ from specdec.core.drafts import Draft
 from specdec.core.errors import DeviceLostError
 from specdec.core.tokens import TokenBuffer, common_prefix_length
 from specdec.engine.drafter import ModelDrafter
+from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.target import ModelTarget
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,6 @@ class PairedTarget:
         drafter: Drafts, over caches of its own.
         num_draft_tokens: Length of a draft where the request names none, at most.
         drafts_first: Whether a sequence's first token may have a draft too: it comes later, and others sooner.
-        hands_over: Whether the target verifies drafts that are on the device alone: see :func:`can_hand_over`.
     """
 
     def __init__(
@@ -140,13 +140,12 @@ class PairedTarget:
         num_draft_tokens: int,
         *,
         drafts_first: bool = False,
-        hands_over: bool = False,
     ) -> None:
         self._target = target
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._drafts_first = drafts_first
-        self._hands_over = hands_over
+        self._hands_over = can_hand_over(target, drafter)
         self._sequences: dict[str, _Sequence] = {}
         self._num_failed_steps = 0
 
@@ -186,7 +185,9 @@ class PairedTarget:
             results = self._target.verify(jobs)
         else:
             results = self._verify_unread(jobs, drafting, unread)
-            drafts = _drafts_of(drafting)
+            # Nothing is left of one that had no finite numbers, though as many tokens were verified.
+            known = _drafts_of(drafting)
+            drafts = {place: known.get(place, Draft(source="chain")) for place in drafts}
         for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
             if result.status is Status.DECIDED:
                 self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
@@ -307,6 +308,8 @@ class PairedTarget:
 
 def can_hand_over(target: TargetBackend, drafter: DraftBackend) -> bool:
     """Whether a drafter's tokens can go to a target on their device, without being known here first."""
+    target = target.inner if isinstance(target, ObservedTarget) else target
+    drafter = drafter.inner if isinstance(drafter, ObservedDrafter) else drafter
     return isinstance(target, ModelTarget) and isinstance(drafter, ModelDrafter) and target.takes_unread(drafter)
 
 

@@ -19,7 +19,7 @@ from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
-from specdec.engine.pair import PairedTarget, can_hand_over
+from specdec.engine.pair import PairedTarget
 from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, warm_sampling
 from specdec.executor import staging, steps
@@ -370,8 +370,7 @@ def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypa
     for num_rows in 1, 64:
         target = Target("llama", ["greedy", "noise", "top_p"], num_rows, 0, True)
         drafter = Drafter((), 0, 4, num_chained_passes=4)
-        assert can_hand_over(target.backend, drafter.backend)
-        target.backend = PairedTarget(target.backend, drafter.backend, 4, hands_over=True)  # type: ignore[assignment]
+        target.backend = PairedTarget(target.backend, drafter.backend, 4)  # type: ignore[assignment]
         target.jobs = [job._replace(most_own=4) for job in target.jobs]
         for _ in range(3):
             target.step()

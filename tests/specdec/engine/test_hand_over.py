@@ -9,13 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.core.backends import VerifyJob
 from specdec.core.params import SamplingParams
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
-from specdec.engine.pair import PairedTarget, can_hand_over
+from specdec.engine.pair import PairedTarget
 from specdec.engine.target import ModelTarget
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner
@@ -31,6 +33,7 @@ from tests.specdec.engine.pairs import (
     deliver,
     make_draft,
     make_model,
+    make_service,
     prepare_tiny,
     run,
     start,
@@ -67,10 +70,6 @@ class Handing(PairedTarget):
     """Counts drafts that were handed over unread, and others."""
 
     num_handed = num_read = 0
-
-    def __init__(self, target: Any, drafter: Any, *args: Any, **options: Any) -> None:
-        assert can_hand_over(target, drafter)
-        super().__init__(target, drafter, *args, hands_over=True, **options)
 
     def _drafting(self, jobs: Sequence[VerifyJob]) -> Any:
         drafting, unread = super()._drafting(jobs)
@@ -115,6 +114,46 @@ def test_as_much_is_drafted_and_kept_as_where_drafts_are_read_first(sampling: Sa
     assert 0.1 < found[1].acceptance_rate < 0.9
     assert (handing.num_handed > 20, handing.num_read) == (True, 0)
     assert (reading.num_handed, reading.num_read > 20) == (0, True)
+
+
+def test_rows_with_matches_and_with_reports_are_decided_beside_drafts_that_nobody_has_read() -> None:
+    cases = [replace(case, sampling=replace(SAMPLED, logprobs=2)) for case in make_cases(SAMPLED)]
+    wanted = collect(make_service("llama", 0.0, 0), cases)
+    cases = [
+        replace(case, prediction=tuple(output.tokens[:9]) if i % 2 else ())
+        for i, (case, output) in enumerate(zip(cases, wanted, strict=True))
+    ]
+    paired = pair()
+    service = InProcessService(paired, None, 0, ngram=NgramOptions(8))
+    outputs = collect(service, cases)
+    assert [one.tokens for one in outputs] == [one.tokens for one in wanted]
+    for output, plain in zip(outputs, wanted, strict=True):
+        for ours, theirs in zip(output.notes.logprobs or (), plain.notes.logprobs or (), strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, *_ in ours.top] == [token for token, *_ in theirs.top]
+    assert paired.num_handed > 20
+    by_source = service.target.counters.by_source
+    assert min(by_source[name].num_accepted_tokens for name in ("prediction", "model")) > 5
+
+
+def test_a_draft_whose_numbers_are_not_finite_costs_itself_alone() -> None:
+    """Its tokens are verified before anybody knows. Nothing more is drafted for its sequence, at last."""
+    cases = [replace(case, eos_token_ids=()) for case in make_cases(GREEDY)]
+    wanted, paired = plainly(cases), pair()
+    once = {
+        token
+        for token in wanted[3]
+        if sum(token in (*case.prompt, *out) for case, out in zip(cases, wanted, strict=True)) == 1
+    }
+    broken = next(token for token in wanted[3][5:] if token in once)
+    with torch.no_grad():
+        paired._drafter._runner.loaded.model.get_input_embeddings().weight[broken] = float("nan")
+    service = InProcessService(paired, None, 0)
+    assert run(service, cases)[0] == wanted
+    assert paired.num_handed > 20
+    by_source = service.target.counters.by_source
+    assert set(by_source) == {"model"}
+    assert by_source["model"].num_draft_tokens == service.target.counters.num_draft_tokens
 
 
 def test_drafts_that_depend_on_their_tokens_are_read_first() -> None:
@@ -231,7 +270,7 @@ def test_steps_are_told_of_as_where_drafts_are_read_first() -> None:
         kind(one, [steps.append], lambda: next(time))
         for kind, one in ((ObservedTarget, target), (ObservedDrafter, drafter))
     ]
-    paired = PairedTarget(*observed, NUM_DRAFT_TOKENS, hands_over=can_hand_over(target, drafter))
+    paired = PairedTarget(*observed, NUM_DRAFT_TOKENS)
     run(InProcessService(paired, None, 0), cases)
     pairs = [(one, two) for one, two in pairwise(steps) if one.role == "drafter"]
     assert len(pairs) > 2

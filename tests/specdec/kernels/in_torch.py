@@ -48,6 +48,7 @@ class TorchSampler:
                 record = self.record[number]
                 record[NUM_ACCEPTED], record[FLAGS] = run.num_accepted, 0
                 record[NUM_FIXED : NUM_FIXED + len(run.run)] = torch.tensor(run.run)
+                record[NUM_FIXED + self._max_tokens :][: run.num_accepted] = torch.arange(run.num_accepted)
 
 
 def decide_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
