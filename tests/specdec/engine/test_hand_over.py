@@ -109,9 +109,20 @@ def test_as_much_is_drafted_and_kept_as_where_drafts_are_read_first(sampling: Sa
     cases = [replace(case, max_tokens=30, eos_token_ids=()) for case in make_cases(sampling)]
     handing, reading = pair(), pair()
     reading._hands_over = False
-    found = run(InProcessService(handing, None, 0), cases)
-    assert found == run(InProcessService(reading, None, 0), cases)
+    services = [InProcessService(one, None, 0) for one in (handing, reading)]
+    found, other = (run(service, cases) for service in services)
+    assert found == other
     assert 0.1 < found[1].acceptance_rate < 0.9
+    # A next turn begins with what was kept of both texts: of drafts, too, that nobody had read when they were cached.
+    cases = [
+        replace(case, prompt=(*case.prompt, *output), max_tokens=4)
+        for case, output in zip(cases, found[0], strict=True)
+    ]
+    found, other = (run(service, cases) for service in services)
+    assert found == other
+    for name in "_target", "_drafter":
+        ours, theirs = (getattr(one, name).metrics()["num_reused_tokens"] for one in (handing, reading))
+        assert ours == theirs > 100
     assert (handing.num_handed > 20, handing.num_read) == (True, 0)
     assert (reading.num_handed, reading.num_read > 20) == (0, True)
 

@@ -19,6 +19,8 @@ from specdec.sampling.noise import gumbel
 class TorchSampler:
     """Has the attributes of :class:`specdec.kernels.triton.sample.TritonSampler`; takes neither edits nor rejection."""
 
+    num_bytes = 0
+
     def __init__(self, vocab_size: int, rows: int, sequences: int, tokens: int, device: torch.device) -> None:
         self._vocab_size, self._max_tokens = vocab_size, tokens
         self.chosen = torch.zeros(rows, dtype=torch.int32, device=device)
