@@ -123,7 +123,7 @@ slice-families: $(DEV)
 
 slice-protocol: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/{protocol,drafting,engine} tests/thorough/{protocol,drafting} \
-		tests/thorough/engine/test_{branches,parameters,after_reasoning,parallel_drafting,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,ngram,leaks}.py tests/examples tests/benchmarks $(ARGS)
+		tests/thorough/engine/test_{branches,parameters,after_reasoning,parallel_drafting,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,ngram,leaks,head_chains}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
 	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
@@ -69,12 +69,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(options.threads)
-    if options.device != "cpu":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(options.matmul_precision or ("highest" if options.device == "cpu" else "high"))
     if options.command:
         options.run(options)
         return
     common = ["--work", str(options.work), "--threads", str(options.threads), "--device", options.device]
+    common += ["--matmul-precision", options.matmul_precision] if options.matmul_precision else []
     for command in RECIPE:
         logging.info("== %s", command)
         step = parser.parse_args([*common, *(word.format(work=options.work) for word in command.split())])
@@ -87,6 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, required=True, help="folder of token files and checkpoints")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--matmul-precision",
+        choices=("highest", "high", "medium"),
+        help="of float32 products (default: highest on a CPU, else high); medium is several times as fast with AMX",
+    )
     commands = parser.add_subparsers(dest="command")
     data = commands.add_parser("data", help="make the tokenizer, if asked, and the token files")
     data.add_argument("--tokenizer", default=str(DEMO / "target"), help="folder of one to use, or 'new'")
@@ -163,6 +168,8 @@ def _add_heads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--target", type=Path, default=demo_folder("chat-target"), help="the model's folder; made where absent"
     )
     talks.add_argument("--num-chats", type=int, default=2048)
+    talks.add_argument("--chats-at-once", type=int, default=chat.Writing(0).batch_size)
+    talks.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="in which chats are written")
     talks.add_argument("--steps", type=int, default=3000)
     talks.set_defaults(run=_chat)
     beside = commands.add_parser(
@@ -187,6 +194,7 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window-tokens", type=int, default=plan.window_tokens)
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument("--matrix-rate", type=float, default=Rates().matrices, help="learning rate of Muon")
+    parser.add_argument("--warmup-steps", type=int, default=Rates().num_warmup_steps)
     parser.add_argument("--other-rate", type=float, default=Rates().others, help="learning rate of AdamW")
 
 
@@ -203,7 +211,7 @@ def _plan(options: argparse.Namespace, num_steps: int) -> Plan:
 
 
 def _rates(options: argparse.Namespace) -> Rates:
-    return Rates(matrices=options.matrix_rate, others=options.other_rate)
+    return Rates(options.matrix_rate, options.other_rate, num_warmup_steps=options.warmup_steps)
 
 
 def _data(options: argparse.Namespace) -> None:
@@ -312,8 +320,9 @@ def _parallel_drafting(options: argparse.Namespace) -> None:
 
 def _chat(options: argparse.Namespace) -> None:
     on, tokenizer = chat.load_target(make_chat_target(options.target)), AutoTokenizer.from_pretrained(options.target)
-    writing = chat.Writing(options.num_chats, options.window_tokens)
-    chat.write_chats(on, tokenizer, writing, options.work)
+    writing = chat.Writing(options.num_chats, options.window_tokens, options.chats_at_once)
+    chat.write_chats(on.to(getattr(torch, options.dtype)), tokenizer, writing, options.work)
+    on = chat.load_target(options.target)
     chats = chat.read_chats(options.work, options.window_tokens, on.config.hidden_size)
     reached = chat.train_chat(on, chats, _plan(options, options.steps), _rates(options), _path(options, "chat"))
     chat.export_layers(reached.model, options.work / "pair" / "chat")
@@ -324,8 +333,7 @@ def _chat(options: argparse.Namespace) -> None:
 def _chat_drafter(options: argparse.Namespace) -> None:
     on, tokenizer = chat.load_target(make_chat_target(options.target)), AutoTokenizer.from_pretrained(options.target)
     draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32)
-    # What they are worth is told by benchmarks.drafters, with questions that no chat has.
-    chats = replace(chat.read_chats(options.work, options.window_tokens, on.config.hidden_size), num_held_out=0)
+    chats = chat.read_chats(options.work, options.window_tokens, on.config.hidden_size)
     plan = _plan(options, options.steps)
     chat_drafters.train(options.kind, on, draft, tokenizer, chats, plan, _rates(options), options.work)
 

@@ -117,7 +117,7 @@ def read_chats(folder: Path, num_tokens: int, hidden_size: int) -> Chats:
         np.memmap(_file(folder, name), dtype=dtype, mode="r").reshape(-1, *shapes.get(name, (num_tokens,)))
         for name, dtype in _KINDS
     ]
-    return Chats(*parts)
+    return Chats(*parts, num_held_out=min(32, len(parts[0]) // 16))
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -203,12 +203,19 @@ def _write_batch(
         if place + 1 == length:
             break
         logits = target.lm_head(states).float()
-        noise = gumbel(seeds, [place + 1] * size, logits.shape[-1], rows.device)
-        said = [scores(logits, noise, t).argmax(-1) for t in (writing.question_temperature, 1.0, 0.0)]
+        # Whose turn it is says at which temperature: of a further question, of a drawn answer, or 0.
+        ways = [turns.is_answer[row] * (1 if row >= num_greedy else 2) for row in range(size)]
+        said = torch.zeros(size, dtype=torch.int64)
+        for way, temperature in enumerate((writing.question_temperature, 1.0, 0.0)):
+            if own := [row for row in range(size) if ways[row] == way]:
+                chosen = logits[own]
+                if temperature:
+                    noise = gumbel([seeds[row] for row in own], [place + 1] * len(own), chosen.shape[-1], rows.device)
+                    chosen = scores(chosen, noise, temperature)
+                said[own] = chosen.argmax(-1)
         column = []
         for row in range(size):
-            way = 0 if not turns.is_answer[row] else 1 if row >= num_greedy else 2
-            token, answers[row, place + 1] = turns.next_token(row, int(said[way][row]))
+            token, answers[row, place + 1] = turns.next_token(row, int(said[row]))
             column.append([token])
         rows = torch.cat((rows, torch.tensor(column)), 1)
     return rows.numpy().astype(np.uint16), answers.numpy(), hidden.numpy()

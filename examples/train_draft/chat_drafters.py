@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.train_draft import chat, checkpoints, heads, loop, models
 from examples.train_draft.chat import Chats
@@ -149,13 +149,12 @@ def packed_drafts(head: TrainedEagle3, fused: Tensor, followed: Tensor, num_plac
     Returns:
         Row i of place j follows token i + 1 in a draft that began j tokens before; the first j rows are of no draft.
     """
-    length, features, made = len(fused), [fused], list[Tensor]()
+    length, features, made, cache = len(fused), fused, list[Tensor](), DynamicCache()
     positions = torch.arange(length)
     for count in range(1, num_places + 1):
-        sees = seen_in_drafts(length, count)[None, None]
-        inputs = torch.cat(features), followed.repeat(count), positions.repeat(count)
-        made.append(head(*inputs, attention_mask=sees)[-length:])
-        features.append(torch.cat((made[-1][:1], made[-1][:-1])))
+        sees = seen_in_drafts(length, count)[-length:][None, None]
+        made.append(head(features, followed, positions, attention_mask=sees, past_key_values=cache))
+        features = torch.cat((made[-1][:1], made[-1][:-1]))
     return made
 
 

@@ -24,6 +24,7 @@ from specdec.core.drafts import NO_DRAFT, OF_HEADS, RANKS, Draft, chain_shape, k
 from specdec.core.errors import ModelLoadError
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, as_list, followed
+from specdec.drafting.head_chains import HeadChains
 from specdec.drafting.registry import HEADS
 from specdec.executor.rows import HeadInput
 from specdec.executor.runner import ModelRunner
@@ -114,6 +115,11 @@ class HeadsOptions:
     most_tokens: int
     tree_tokens: int = 0
     method: str = "medusa"
+
+    @property
+    def num_chained_tokens(self) -> int:
+        """Draft tokens in a row that are drawn in one launch where steps are recorded; 0 for trees."""
+        return 0 if self.tree_tokens > self.most_tokens else self.most_tokens
 
 
 def load_heads(options: HeadsOptions, target: LoadedModel) -> tuple[LoadedModel, DraftHeads]:
@@ -231,6 +237,7 @@ class HeadDrafter:
             self._most = 1 + max(node.place for node in self._shape)
         ranks = {(node.place, node.rank) for node in self._shape}
         self._num_ranks = [sum(place == at for place, _ in ranks) for at in range(self._most)]
+        self._chains = None if self._tree_tokens else HeadChains.recorded(heads, runner, sampler)
 
     @property
     def has_cache(self) -> bool:
@@ -252,6 +259,12 @@ class HeadDrafter:
         drafts = [NO_DRAFT] * len(rows)
         if not rows:
             return drafts
+        counts = [self._room(row, row.num_tokens - 1) + 1 if self.has_cache else row.num_tokens for row in rows]
+        found = None if self._chains is None else self._chains.draw(states, rows, counts)
+        if found is not None:
+            for i, tokens in found.items():
+                drafts[i] = _draft([Drawn(token) for token in tokens], range(-1, len(tokens) - 1))
+            return drafts
         # Without drawing: what a sampler makes in this mode and keeps could not be changed outside of it.
         with torch.inference_mode():
             fused, features = self._read(states, rows)
@@ -262,7 +275,8 @@ class HeadDrafter:
         if self._tree_tokens and self.has_cache:
             made = self._trees(fused, features, chosen)
         else:
-            made = [self._shaped(places) for places in self._places(features, chosen)]
+            places = self._places(features, chosen, [counts[i] for i in drafting])
+            made = [self._shaped(one) for one in places]
         self._sampler.take_failures()  # what a hook made of a draft fails no sequence
         for i, draft in zip(drafting, made, strict=True):
             drafts[i] = draft
@@ -289,9 +303,8 @@ class HeadDrafter:
         # Heads that overflow draft badly, and no more: what they were drawn from stays a distribution.
         return propose_siblings(self._sampler, logits.nan_to_num(0.0), groups, num_ranks)
 
-    def _places(self, features: Tensor, rows: Sequence[HeadRow]) -> list[list[list[Drawn]]]:
+    def _places(self, features: Tensor, rows: Sequence[HeadRow], counts: Sequence[int]) -> list[list[list[Drawn]]]:
         """Of each row, what was drawn for each place of its draft, the first of them in a chain."""
-        counts = [self._room(row, row.num_tokens - 1) + 1 if self.has_cache else row.num_tokens for row in rows]
         texts = [row.text for row in rows]
         places: list[list[list[Drawn]]] = [[] for _ in rows]
         going = list(range(len(rows)))

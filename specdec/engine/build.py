@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -283,6 +284,7 @@ def _build(
     heads: DraftHeads | None = None
     if options.heads is not None:
         loaded, heads = load_heads(options.heads, loaded)
+        num_chained_passes = min(options.heads.num_chained_tokens, heads.num_tokens or sys.maxsize)
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)

@@ -21,6 +21,7 @@ from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
+from specdec.drafting.head_chains import HeadChains
 from specdec.drafting.heads import DraftHeads
 from specdec.engine.chained import recorded_chains
 from specdec.executor.graphs import ExecutorLimits
@@ -128,7 +129,7 @@ def measure_step(
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ModelLoadError(f"{loaded.name} cannot run a step of the largest size: {reason}") from error
-    graphs_bytes = 0 if graphs is None else _graphs_bytes(loaded, graphs, vocab_size)
+    graphs_bytes = 0 if graphs is None else _graphs_bytes(loaded, graphs, vocab_size, heads)
     num_samplers = 1 if mapped_vocab_size is None else 2
     peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES + graphs_bytes
     beside = 0 if held_bytes is None else max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
@@ -167,7 +168,7 @@ def _run_steps(
         _draft(heads, runner, rows)
 
 
-def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) -> int:
+def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int, heads: DraftHeads | None) -> int:
     """Record steps once, and forget them; 0 where they cannot be recorded, and on a CPU, where nothing is."""
     if loaded.device.type != "cuda" or loaded.opaque_state is not None:
         return 0
@@ -176,7 +177,10 @@ def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int) 
             merge_weights(layers_of(loaded.model))  # moves them, which may cost memory that the cache cannot have
     runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size, num_state_slots=1)
     runner.record_graphs(limits)
-    recorded_chains(runner, Sampler(vocab_size))
+    if heads is None:
+        recorded_chains(runner, Sampler(vocab_size))
+    else:
+        HeadChains.recorded(heads, runner, Sampler(vocab_size))
     runner.forget_graphs()
     num_bytes = runner.graphs_bytes
     del runner

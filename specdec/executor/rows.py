@@ -107,6 +107,34 @@ def lay_out_rows(
     return laid_out
 
 
+def lay_out_heads(
+    rows: Sequence[HeadInput], num_passes: NDArray[np.int64] | None = None, num_drawn: int = 0
+) -> StepRows:
+    """The same of heads' rows.
+
+    Args:
+        rows: At least one; no sequence twice.
+        num_passes: See :class:`StepRows`.
+        num_drawn: How many of the first rows draw, in chains.
+
+    Raises:
+        ValueError: No room is reserved for a row.
+    """
+    counts = np.array([len(row.tokens) for row in rows])
+    laid_out = StepRows(
+        np.array([token for row in rows for token in row.tokens], np.int32),
+        counts,
+        np.array([row.start for row in rows]),
+        counts if num_passes is None else (np.arange(len(rows)) < num_drawn).astype(np.int64),
+        {i: row.parents for i, row in enumerate(rows) if row.parents},
+        num_passes=num_passes,
+    )
+    for row, length in zip(rows, laid_out.lengths_after.tolist(), strict=True):
+        if length > row.sequence.room:
+            raise ValueError(f"no room is reserved for {length - row.start} tokens of heads from {row.start} on")
+    return laid_out
+
+
 def adapter_runs(rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[AdapterRun]:
     """Tokens of a pass with the same adapter, in one run where their rows lie behind one another."""
     runs: list[AdapterRun] = []

@@ -18,7 +18,7 @@ from specdec.cache.recurrent.binding import bind
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.core.errors import reason_of
-from specdec.executor.chains import ChainGraphs, LaunchedChains, TokenChooser
+from specdec.executor.chains import ChainGraphs, LaunchedChains, RunPass, TokenChooser
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs, unrecordable
@@ -28,6 +28,7 @@ from specdec.executor.rows import (
     RowInput,
     adapter_runs,
     keep_states,
+    lay_out_heads,
     lay_out_rows,
     state_array,
     state_moves,
@@ -263,18 +264,32 @@ class ModelRunner(SequenceCache):
         Returns:
             What is under way; None, with nothing done, where such a step is not recorded.
         """
-        num_tokens = sum(len(row.tokens) for row in rows)
-        key = None if self._chains is None else self._chains.key_for(num_tokens, num_passes[0])
-        if self._chains is None or key is None or any(row.adapter is not None for row in rows):
+        if self._chains is None or any(row.adapter is not None for row in rows):
             return None
         passes = np.array([*num_passes, *[1] * (len(rows) - len(num_passes))])
         own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, False, passes)
+        launched = self.launch_laid_out([row.sequence for row in rows], own, num_passes, extra)
+        if launched is not None:
+            self.progress.advance(self.loaded.device)
+            for row, count in zip(rows, passes.tolist(), strict=True):
+                row.sequence.tokens.extend([*row.tokens, *[0] * (count - 1)])
+        return launched
+
+    @torch.inference_mode()
+    def launch_laid_out(
+        self,
+        sequences: Sequence[CachedSequence],
+        own: StepRows,
+        num_passes: Sequence[int],
+        extra: Sequence[NDArray[Any]],
+    ) -> LaunchedChains | None:
+        """As :meth:`launch_chains`, of what is laid out; nothing of the sequences changes here."""
+        key = None if self._chains is None else self._chains.key_for(len(own.tokens), num_passes[0])
+        if self._chains is None or key is None:
+            return None
         self._prepare_blocks()
         with self._steps.sent_anew_on_failure():
-            self._chains.launch_step(key, [row.sequence for row in rows], own, extra)
-        self.progress.advance(self.loaded.device)
-        for row, count in zip(rows, passes.tolist(), strict=True):
-            row.sequence.tokens.extend([*row.tokens, *[0] * (count - 1)])
+            self._chains.launch_step(key, sequences, own, extra)
         return LaunchedChains(self._chains, own, num_passes)
 
     def set_tokens(self, sequence: CachedSequence, start: int, tokens: Sequence[int]) -> None:
@@ -440,19 +455,15 @@ class ModelRunner(SequenceCache):
         Raises:
             ValueError: No room is reserved for a row.
         """
-        counts = np.array([len(row.tokens) for row in rows], np.int64)
-        for row in rows:
-            if row.start + len(row.tokens) > row.sequence.room:
-                raise ValueError(f"no room is reserved for {len(row.tokens)} tokens of heads from {row.start} on")
-        own = StepRows(
-            np.array([token for row in rows for token in row.tokens], np.int32),
-            counts,
-            np.array([row.start for row in rows], np.int64),
-            counts,
-            {i: row.parents for i, row in enumerate(rows) if row.parents},
-        )
+        own = lay_out_heads(rows)
         self._prepare_blocks()
         step, _ = self._steps.begin([row.sequence for row in rows], own)
+        return self.run_heads(forward, step, features)
+
+    def run_heads(
+        self, forward: Callable[..., torch.Tensor], step: DerivedStep, features: torch.Tensor
+    ) -> torch.Tensor:
+        """A pass of heads over a step; see :meth:`forward_heads`."""
         self._begin(self._steps, step)
         caches = {"past_key_values": self._cache, "attention_context": self._attention}
         return forward(features, step.tokens, step.position, **caches)
@@ -510,12 +521,16 @@ class ModelRunner(SequenceCache):
             self._adapter_graphs = adapted if may_adapt else None
             self.graphs_bytes = graphs.num_bytes + adapted.num_bytes
 
-    def record_chains(self, chooser: TokenChooser) -> str:
-        """Record passes that draw tokens and read them, as :attr:`limits` say; gives why they cannot be."""
+    def record_chains(self, chooser: TokenChooser, run_pass: RunPass | None = None) -> str:
+        """Record passes that draw tokens and read them, as :attr:`limits` say; gives why they cannot be.
+
+        They are the model's, unless ``run_pass`` runs others.
+        """
         assert self.limits is not None, "steps are recorded first"
         if self.states is not None:
             return "it has recurrent layers"
-        chains = ChainGraphs(self._steps, partial(self._run, self._steps), chooser, self.limits, self.loaded.device)
+        run_pass = run_pass or partial(self._run, self._steps)
+        chains = ChainGraphs(self._steps, run_pass, chooser, self.limits, self.loaded.device)
         failure = chains.record_all()
         self._clear_padding()
         self._steps.forget()

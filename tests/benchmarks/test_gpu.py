@@ -20,6 +20,7 @@ from benchmarks.gpu import (
     executor,
     faults,
     generation,
+    heads,
     memory,
     pairs,
     sampling,
@@ -170,7 +171,8 @@ def test_padded_steps_are_compared_and_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "figure"), [(exact, "exact_bf16_t1_k8_flips"), (memory, "memory_draft_graphs_mib")]
+    ("section", "figure"),
+    [(exact, "exact_bf16_t1_k8_flips"), (memory, "memory_draft_graphs_mib"), (heads, "eagle3_round_3x2_ms")],
 )
 def test_sections_of_whole_models_run_without_a_gpu(section: Any, figure: str) -> None:
     report = Report()

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.train_draft.heads import export_heads
 from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.head_chains import HeadChains
+from specdec.drafting.heads import DraftHeads, HeadDrafter, HeadsOptions, load_heads
+from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.pair import PairedTarget
 from specdec.engine.target import ModelTarget
@@ -39,9 +44,10 @@ from specdec.sampling import on_kernels
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from tests.sizes import one_of_each
+from tests.specdec.drafting.eagle3_folders import write_eagle3
 from tests.specdec.executor.test_derive import BREAKS
 from tests.specdec.executor.test_steps import META, Nothing, on
-from tests.specdec.models.families import VOCAB_SIZE
+from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
 from tests.specdec.operators import DeviceOnly, Operators
 
@@ -160,8 +166,13 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Record, "collect", all_finite)
     # In inference mode operators would be dispatched whole, and those that wait would not be seen.
-    for name in "forward", "launch_chains":
-        monkeypatch.setattr(ModelRunner, name, getattr(ModelRunner, name).__wrapped__)
+    for owner, name in (
+        (ModelRunner, "forward"),
+        (ModelRunner, "launch_chains"),
+        (ModelRunner, "launch_laid_out"),
+        (HeadChains, "draw"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     monkeypatch.setattr(on_kernels, "put_drawn", put_drawn.__wrapped__)
     monkeypatch.setattr(steps, "put_drawn", put_drawn.__wrapped__)
     with torch.no_grad():
@@ -181,21 +192,46 @@ def jobs_of(features: Sequence[str], num_rows: int, num_drafts: int) -> list[Ver
     return jobs
 
 
+def heads_on(loaded: LoadedModel, method: str, folder: Path) -> tuple[LoadedModel, DraftHeads]:
+    """A model on ``meta`` with heads of random weights."""
+    if method == "eagle3":
+        write_eagle3(folder, make_model("llama"), [[*range(3, 90)]], layout="authors", draft_vocab_size=50)
+    else:
+        config = HeadsConfig(loaded.config.hidden_size, VOCAB_SIZE, 4, original_lm_head=True)
+        export_heads(MedusaHeads(config, torch.nn.Identity()), folder)
+    return load_heads(HeadsOptions(str(folder), 4, method=method), loaded)
+
+
 class Target:
     """A target on ``meta`` with sequences that decode."""
 
-    def __init__(self, family: str, features: Sequence[str], num_rows: int, num_drafts: int, is_padded: bool) -> None:
+    def __init__(
+        self,
+        family: str,
+        features: Sequence[str],
+        num_rows: int,
+        num_drafts: int,
+        is_padded: bool,
+        heads: str = "",
+        folder: Path | None = None,
+    ) -> None:
         loaded = recurrent_on_meta(family) if family in RECURRENT else on(META, family)
         if family in EXPERTS:  # experts are multiplied in groups by no other type
             loaded = replace(loaded, model=loaded.model.bfloat16(), dtype=torch.bfloat16)
+        if folder is not None:
+            loaded, made = heads_on(loaded, heads, folder)
         runner = ModelRunner(loaded, num_blocks=300, block_size=16, kernel="nothing:Nothing", num_state_slots=num_rows)
         if is_padded:
-            runner.record_graphs(ExecutorLimits(64, 512, 64, 7, num_extra_words=1 << 15))
+            num_passes = 4 if heads else 0
+            runner.record_graphs(ExecutorLimits(64, 512, 64, 7, num_extra_words=1 << 15, num_chained_passes=num_passes))
             assert not runner.graphs_failure
         sampler = Sampler(VOCAB_SIZE, on_kernels=True)
         sampler.matchers = AllowsAll()  # type: ignore[assignment]
         self.runner = runner
-        self.backend = ModelTarget(runner, sampler, max_model_len=64, max_num_batched_tokens=512, max_num_seqs=64)
+        drafter = HeadDrafter(made, runner, sampler, 4) if heads else None
+        self.backend = ModelTarget(
+            runner, sampler, max_model_len=64, max_num_batched_tokens=512, max_num_seqs=64, heads=drafter
+        )
         self.jobs = jobs_of(features, num_rows, num_drafts)
 
     def step(self) -> None:
@@ -382,6 +418,31 @@ def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypa
         of_draft = ["launch draft", *["decide target"] * 4, "download draft"]
         of_target = ["launch target", "decide target", "download target"]
         assert order == [*of_draft, *of_target, "collect draft", "collect target"]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_drafts_of_heads_are_one_upload_one_launch_and_one_download_beside_the_step(
+    method: str, num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[object] = []
+    launch = Graphs.launch
+
+    def note(self: Graphs[Any, Any], key: object) -> object:
+        launched.append(key)
+        return launch(self, key)
+
+    monkeypatch.setattr(Graphs, "launch", note)
+    target = Target("llama", ["greedy", "noise", "top_p"], num_rows, 3, True, heads=method, folder=tmp_path)
+    for _ in range(3):
+        target.step()
+    launched.clear()
+    with counted(target, allows_indices=True) as seen:
+        target.step()
+    size = 16 if num_rows == 1 else 64
+    # A head that caches reads all that was kept, which is one token of each row here.
+    assert launched == [16 if num_rows == 1 else 256, (size, 4)]
+    assert (seen.num_uploads, len(downloads)) == (2, 2)
 
 
 @pytest.mark.parametrize("feature", ["penalties", "others", "logprobs"])
