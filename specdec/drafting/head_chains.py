@@ -5,6 +5,7 @@ A head that caches nothing reads no token of its draft: each of its passes gives
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from specdec.sampling.pipeline import RowGroup, Sampler
 
 if TYPE_CHECKING:
     from specdec.drafting.heads import DraftHeads, HeadRow
+
+logger = logging.getLogger(__name__)
 
 
 class HeadChains:
@@ -54,7 +57,10 @@ class HeadChains:
         if kernels is None or limits is None or not limits.num_chained_passes:
             return None
         chains = cls(heads, runner, sampler, ChainSampler(kernels, num_chain_rows(limits), 0), limits)
-        return None if runner.record_chains(chains, chains.run_pass) else chains
+        failure = runner.record_chains(chains, chains.run_pass)
+        if failure:
+            logger.info("Drafts of heads on %s are launched pass by pass: %s", runner.loaded.name, failure)
+        return None if failure else chains
 
     def padding(self) -> list[NDArray[Any]]:
         """The input of no rows: numbers of states, and what draws."""
