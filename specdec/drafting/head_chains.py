@@ -14,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.core.errors import reason_of
 from specdec.core.tokens import as_list
 from specdec.executor.chains import Chosen, num_chain_rows
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput
 from specdec.executor.rows import HeadInput, lay_out_heads
 from specdec.executor.runner import ModelRunner
+from specdec.kernels.device_errors import is_out_of_memory
 from specdec.sampling.chains import ChainSampler
 from specdec.sampling.pipeline import RowGroup, Sampler
 
@@ -56,11 +58,22 @@ class HeadChains:
         kernels, limits = sampler.kernels(runner.output_device), runner.limits
         if kernels is None or limits is None or not limits.num_chained_passes:
             return None
-        chains = cls(heads, runner, sampler, ChainSampler(kernels, num_chain_rows(limits), 0), limits)
-        failure = runner.record_chains(chains, chains.run_pass)
+        chains, failure = None, ""
+        try:
+            chains = cls(heads, runner, sampler, ChainSampler(kernels, num_chain_rows(limits), 0), limits)
+            failure = runner.record_chains(chains, chains.run_pass)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = reason_of(error)
         if failure:
             logger.info("Drafts of heads on %s are launched pass by pass: %s", runner.loaded.name, failure)
         return None if failure else chains
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the device that it holds."""
+        return self._chooser.num_bytes + sum(state.nbytes for state in self._states)
 
     def padding(self) -> list[NDArray[Any]]:
         """The input of no rows: numbers of states, and what draws."""

@@ -40,6 +40,8 @@ GREEDY = SamplingParams(temperature=0.0)
 class Likeliest:
     """Chooses without kernels."""
 
+    num_bytes = 0
+
     def padding(self) -> list[Any]:
         return []
 

@@ -71,7 +71,10 @@ downloads: list[int | None] = []
 class Kernels:
     """Launches nothing."""
 
+    num_bytes = 0
+
     def __init__(self, vocab_size: int, rows: int, sequences: int, tokens: int, device: torch.device) -> None:
+        self.edited = torch.zeros(rows, vocab_size, device=device)
         self.chosen = torch.zeros(rows, dtype=torch.int32, device=device)
         self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
 
