@@ -23,6 +23,7 @@ class TorchSampler:
 
     def __init__(self, vocab_size: int, rows: int, sequences: int, tokens: int, device: torch.device) -> None:
         self._vocab_size, self._max_tokens = vocab_size, tokens
+        self.edited = torch.zeros(rows, vocab_size, device=device)
         self.chosen = torch.zeros(rows, dtype=torch.int32, device=device)
         self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
 
