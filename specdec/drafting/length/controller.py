@@ -50,7 +50,7 @@ class Group:
         conditions: As of the last review; None while too little is measured.
         probing: The sequence that probes.
         drafters: Which of several draft.
-        named: Their names, as of the last review; none where all do.
+        named: Their names, as of the last review that chose drafts; none where all do.
     """
 
     choice: Choice = OFF
@@ -342,8 +342,7 @@ class Controller(PlanController):
         bounds = replace(self.bounds, num_draft_tokens=longest, num_branches=branches)
         group.review(conditions, mean_rate, bounds, now_s)
         if conditions is not None and group.choice != OFF:
-            kinds = {one.kind for one in self._drafters}
-            group.named = group.drafters.choose(kinds, conditions.target, conditions.num_rows, now_s)
+            group.named = group.drafters.choose(self._kinds, conditions.target, conditions.num_rows, now_s)
         probing = group.probe(able) if conditions is not None else None
         plans = {
             seq: self._plan(self._sequences[seq], self._probe if seq == probing else group.choice, group)
@@ -358,7 +357,9 @@ class Controller(PlanController):
             return Plan()
         wait_s = SEQUENTIAL_WAIT_S if choice.mode == "sequential" else 0.0
         rate = round(10 * self._rate(one)) / 10  # one that only drifts a little is not worth a message
-        return Plan(length, choice.num_branches, rate, choice.mode, wait_s, group.named)
+        # A probe may come long after the review that named them.
+        named = tuple(name for name in group.named if name in self._kinds)
+        return Plan(length, choice.num_branches, rate, choice.mode, wait_s, named)
 
     def _rate(self, one: Tracked) -> float:
         return self._acceptance.rate((one.kind,))
@@ -404,6 +405,10 @@ class Controller(PlanController):
     @property
     def _drafters(self) -> list[WorkerMetrics]:
         return [one for one in self._workers.values() if one.kind != "target"]
+
+    @property
+    def _kinds(self) -> set[WorkerKind]:
+        return {one.kind for one in self._drafters}
 
     def metrics(self) -> dict[str, float]:
         """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``.

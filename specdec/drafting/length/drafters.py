@@ -9,29 +9,49 @@ from dataclasses import dataclass
 from specdec.drafting.length.modes import StepTimes
 
 TRIAL_ROUNDS = 64.0
-"""Rounds with drafts, after which a drafter is judged, and between two judgments."""
+"""Rounds in whose drafts a drafter has tokens, after which it is judged, and between two judgments."""
 REST_S = 60.0
-"""Who does not pay drafts nothing for so long; then it is tried again."""
+"""Who does not pay drafts nothing for so long; then it is tried again. Who offers little is judged after as long."""
 LEAST_GAIN = 0.01
-"""Part of the pace that a drafter has to add."""
+"""Part of the pace that a drafter has to add where it has a part in every draft."""
+MOST_BETWEEN_S = 1.0
+"""Where choices are further apart than this nothing was drafted between them, and nobody was waited for."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What came of rounds since a drafter was judged last: its own part, and all drafters' together.
+    """What came of a drafter since it was judged last, and of all drafters together.
+
+    It begins with the drafter's first offer: until then it reads its sequences. Who is late costs the target nothing.
 
     Attributes:
+        num_rounds: With drafts of any.
+        num_drafts: Of them, rounds in whose drafts it has tokens.
         num_added: Tokens that no better drafter had, each of which the target computes because of it.
         num_earned: Those of them that were accepted.
+        waited_s: Time in which something was drafted.
         rests_until_s: It drafts nothing until then.
     """
 
     num_rounds: float = 0.0
     num_drafted: float = 0.0
     num_accepted: float = 0.0
+    num_drafts: float = 0.0
     num_added: float = 0.0
     num_earned: float = 0.0
+    waited_s: float = 0.0
     rests_until_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough came of it, or it was waited for long enough."""
+        return self.num_drafts >= TRIAL_ROUNDS or self.waited_s >= REST_S
+
+    def is_worth_it(self, times: StepTimes, num_rows: int) -> bool:
+        """Whether the target's pace is higher with it, by enough for the share of rounds in which it has a part."""
+        if not self.num_drafts:
+            return False
+        return self.gain(times, num_rows) > LEAST_GAIN * min(1.0, self.num_drafts / self.num_rounds)
 
     def gain(self, times: StepTimes, num_rows: int) -> float:
         """Tokens a second with it, over those of the same rounds without it, less 1."""
@@ -47,12 +67,15 @@ class Trial:
 class DrafterChoice:
     """The drafters of one target's sequences.
 
-    Each is tried, and judged by what it earned beside the others: who adds too little, since it is wrong, late, or says
-    what others say, or since the target has no time for more tokens, rests. The one that earned most never does.
+    Each is tried, and judged by what it earned beside the others: who adds too little, since it is wrong, or says what
+    others say, or since the target has no time for more tokens, rests. The one that earned most never does. A target's
+    :class:`specdec.protocol.target_sequence.Record` says less: who is right, not what that is worth. It ranks drafters
+    in every step, by tokens that are not counted here since a better drafter had them.
     """
 
     def __init__(self) -> None:
         self._trials: defaultdict[str, Trial] = defaultdict(Trial)
+        self._chosen_s = 0.0
 
     def count(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """The target has counted on, from one report of its metrics to the next."""
@@ -61,6 +84,9 @@ class DrafterChoice:
             return max(0.0, after.get(name, 0.0) - before.get(name, 0.0))
 
         for name, trial in self._trials.items():
+            trial.num_drafts += came(f"num_drafts_by_drafter/{name}")
+            if not trial.num_drafts:
+                continue
             trial.num_rounds += came("num_drafts")
             trial.num_drafted += came("num_draft_tokens")
             trial.num_accepted += came("num_accepted_tokens")
@@ -68,7 +94,7 @@ class DrafterChoice:
             trial.num_earned += came(f"num_accepted_tokens_by_drafter/{name}")
 
     def choose(self, names: Collection[str], times: StepTimes, num_rows: int, now_s: float) -> tuple[str, ...]:
-        """Those that draft from now on; none are named where all do.
+        """Those that draft from now on; none are named where all do. To be called while something is drafted.
 
         Args:
             names: Drafters that there are.
@@ -76,6 +102,7 @@ class DrafterChoice:
             num_rows: Of one of these.
             now_s: The time.
         """
+        passed_s, self._chosen_s = min(now_s - self._chosen_s, MOST_BETWEEN_S), now_s
         if len(names) < 2:
             return ()
         for name in names:
@@ -85,10 +112,10 @@ class DrafterChoice:
         first = max(awake, key=lambda name: self._trials[name].num_earned, default=None)
         for name in awake:
             trial = self._trials[name]
-            if trial.num_rounds < TRIAL_ROUNDS:
-                continue
-            is_worth_it = name == first or trial.gain(times, num_rows) > LEAST_GAIN
-            self._trials[name] = Trial(rests_until_s=0.0 if is_worth_it else now_s + REST_S)
+            trial.waited_s += passed_s
+            if trial.is_over:
+                is_worth_it = name == first or trial.is_worth_it(times, num_rows)
+                self._trials[name] = Trial(rests_until_s=0.0 if is_worth_it else now_s + REST_S)
         awake = [name for name in awake if not self._trials[name].rests_until_s]
         if not awake:  # those that were better are gone
             self._trials.clear()
