@@ -117,7 +117,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
     def _lacks_drafter(self) -> bool:
         of_workers = self._machine.worker_metrics().values()
         is_there = any(kind == DRAFTER and not metrics.get("is_draining") for kind, metrics in of_workers)
-        return not is_there and self._machine.metrics()["num_without_drafter"] > 0
+        return not is_there and self._machine.lacks(DRAFTER)
 
     def _call_drafter(self) -> Any:
         app_name = self._args.draft.pool or serve.get_replica_context().app_name

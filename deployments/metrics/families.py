@@ -167,7 +167,7 @@ REPORTED = [
     _gauge(
         _ROUTER,
         "num_without_drafter",
-        "Sequences that should have a drafter and have none.",
+        "Sequences that should have a drafter and have none of any kind.",
         name="sequences_without_drafter",
     ),
     _gauge(
@@ -240,9 +240,9 @@ REPORTED = [
     ),
     _counter(_TARGET, "num_draft_tokens_by_source", "Draft tokens of these.", labels=("source",)),
     _counter(_TARGET, "num_accepted_tokens_by_source", "Draft tokens of these that were accepted.", labels=("source",)),
-    _counter(_TARGET, "num_drafts_by_drafter", "Verified drafts with tokens of a drafter.", labels=("drafter",)),
+    _counter(_TARGET, "num_drafts_by_drafter", "Verified drafts for which a drafter had tokens.", labels=("drafter",)),
     _counter(
-        _TARGET, "num_draft_tokens_by_drafter", "Its tokens in these that no better drafter had.", labels=("drafter",)
+        _TARGET, "num_draft_tokens_by_drafter", "Its verified tokens that no better drafter had.", labels=("drafter",)
     ),
     _counter(
         _TARGET,

@@ -128,6 +128,11 @@ class RouterMachine:
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
         return {**planned, **own, **self.counters.metrics(), "num_without_drafter": lacking}
 
+    def lacks(self, kind: WorkerKind) -> bool:
+        """Whether a sequence needs a drafter of a kind, or any drafter, and there is none."""
+        is_lacking = any(session.lacks(kind) for session in self._sessions)
+        return is_lacking or self.metrics()["num_without_drafter"] > 0
+
     def drain(self, now_s: float) -> None:
         """Take no sequences any more; those that are here go on to their end (rule 15)."""
         self.is_draining = True

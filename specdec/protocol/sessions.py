@@ -272,8 +272,13 @@ class Session(LeasedSequence):
 
     @property
     def lacks_drafter(self) -> bool:
-        """Whether it needs a drafter, and none is to be had."""
-        return any(link.kind != "target" and link.worker is None for link in self.links)
+        """Whether it needs drafters, and none of them is to be had."""
+        needed = [link.worker for link in self.links if link.kind != "target"]
+        return bool(needed) and not any(needed)
+
+    def lacks(self, kind: WorkerKind) -> bool:
+        """Whether it needs a worker of a kind, and none is to be had."""
+        return any(link.kind == kind and link.worker is None for link in self.links)
 
     @property
     def is_planned(self) -> bool:

@@ -230,7 +230,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         )
         self.counters.count_round(result.num_drafted, num_accepted, count, source)
         if result.num_drafted and source in OFFERED and result.own is None and not result.is_forced:
-            self._credit_drafters(sequence, run, num_accepted)
+            self._credit_drafters(sequence, run, num_accepted, result.num_drafted)
         if sequence.span is not None:
             sequence.span.add(
                 num_rounds=1,
@@ -242,8 +242,11 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             )
         self._send_verdict(sequence, now_s)
 
-    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int) -> None:
-        """Count which drafter an accepted token is owed to, and learn how often each is right."""
+    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> None:
+        """Count which drafter a verified token is owed to, and an accepted one, and learn how often each is right.
+
+        What a backend leaves out of a draft is its end: of a trie that is what those added who were right less often.
+        """
         num_credited = 0
         for drafter, tokens, num_added in sequence.proposed:
             most = min(len(tokens), len(run))
@@ -251,7 +254,9 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self._records[drafter].learn(num_right, num_right + (num_right < most))
             counts = self.counters.by_drafter[drafter]
             counts.num_drafts += 1
-            counts.num_draft_tokens += num_added
+            num_verified = min(num_added, num_drafted)
+            num_drafted -= num_verified
+            counts.num_draft_tokens += num_verified
             counts.num_accepted_tokens += max(0, min(num_right, num_accepted) - num_credited)
             num_credited = max(num_credited, min(num_right, num_accepted))
 

@@ -130,6 +130,17 @@ def test_sequences_without_the_drafter_of_their_plan_are_counted():
     assert machine.metrics()["num_without_drafter"] == 3
 
 
+def test_a_sequence_that_one_of_several_drafters_drafts_for_is_not_without():
+    machine = router("T0", drafters=("drafter", "cpu"))
+    machine.worker_joined("C0", "cpu", 0.0)
+    submit(machine, "a")
+    assert machine.metrics()["num_without_drafter"] == 0
+    assert machine.lacks("drafter")
+    assert not machine.lacks("cpu")
+    machine.worker_lost("C0", 0.0)
+    assert machine.metrics()["num_without_drafter"] == 1
+
+
 def test_a_verdict_is_acknowledged_committed_and_told():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)

@@ -175,6 +175,13 @@ class TreeOracle(Oracle):
         return Verification(Status.DECIDED, true[: count + 1], count, len(job.draft))
 
 
+class ChainOracle(Oracle):
+    """Verifies of a tree its chain."""
+
+    def _decide(self, job):
+        return super()._decide(job._replace(draft=job.proposed.chain().tokens, parents=()))
+
+
 def of(drafter, committed, chain):
     return replace(offer(committed, chain), drafter=drafter)
 
@@ -196,6 +203,15 @@ def test_offers_of_several_drafters_are_verified_as_one_tree_those_first_that_we
     machine.step(0.0)  # what both have is owed to who has been right
     assert backend.batches[1:] == [[("s", (7, 8))]]
     assert [counted(machine, name)["num_accepted_tokens"] for name in ("a", "b")] == [1, 4]
+
+
+def test_what_a_backend_leaves_out_of_a_tree_is_not_counted_as_drafted():
+    machine = machine_with(open_message(), of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
+    machine._backend = ChainOracle()
+    machine.step(0.0)
+    assert counted(machine, "a") == {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1}
+    assert counted(machine, "b") == {"num_drafts": 1, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+    assert machine.counters.num_draft_tokens == 2
 
 
 def test_a_drafter_that_floods_a_target_takes_no_other_ones_room():

@@ -384,6 +384,9 @@ class World:
                 num_owed = {name: counts.num_accepted_tokens for name, counts in counters.by_drafter.items()}
                 accepted = counters.by_source["model"].num_accepted_tokens
                 expect(sum(num_owed.values()) == accepted, "an accepted token is owed to no drafter, or to two")
+                num_verified = sum(counts.num_draft_tokens for counts in counters.by_drafter.values())
+                is_whole = num_verified == counters.by_source["model"].num_draft_tokens
+                expect(is_whole, "a verified token is no drafter's, or two drafters'")
                 self.counts["of others"] += accepted - num_owed.get(DRAFTER, 0)
 
     def _drain(self, steps: int) -> None:
