@@ -152,11 +152,11 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
-MOST_MERGED = 64
-"""Most tokens of a trie of drafts, as of any tree that a target takes."""
+MAX_TREE_TOKENS = 64
+"""Most tokens of a tree: attention has a bit of a word for each."""
 
 
-def merge(chains: Sequence[Draft], most_tokens: int = MOST_MERGED) -> tuple[Draft, list[int]]:
+def merge(chains: Sequence[Draft], most_tokens: int = MAX_TREE_TOKENS) -> tuple[Draft, list[int]]:
     """The trie of the chains of several drafters (rule 18).
 
     It has the first chain at its beginning, so that this is what a target verifies that takes no tree.

@@ -13,6 +13,7 @@ import torch
 
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import check_width
+from specdec.core.drafts import MAX_TREE_TOKENS
 from specdec.core.errors import MemoryPlanError, ModelLoadError
 from specdec.core.params import LogprobsMode
 from specdec.core.types import Progress, Tokens
@@ -27,7 +28,6 @@ from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.executor.unsplit import no_unsplit_reason, use_unsplit_products
-from specdec.kernels.segmented import MAX_TREE_TOKENS
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
 from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, pair_shares, plan_memory, window_for
@@ -144,7 +144,7 @@ def build_target(
     if built.heads is not None and options.heads is not None:
         most = options.heads.most_tokens
         heads = HeadDrafter(built.heads, built.runner, sampler, most, options.heads.tree_tokens)
-    tree_tokens = MAX_TREE_TOKENS if options.merges_drafts else 0
+    tree_tokens = MAX_TREE_TOKENS if options.merges_drafts and built.runner.takes_trees else 0
     if options.heads is not None:
         tree_tokens = max(tree_tokens, options.heads.tree_tokens)
     most_draft_tokens = max(options.max_draft_tokens, tree_tokens)
@@ -403,7 +403,8 @@ def _executor_limits(
         return None
     if options.strict_tile_tokens:
         return None  # a step is several passes then
-    tree_tokens = MAX_TREE_TOKENS if options.merges_drafts else 0
+    merges_drafts = options.merges_drafts and not loaded.recurrent_layers and loaded.opaque_state is None
+    tree_tokens = MAX_TREE_TOKENS if merges_drafts else 0
     tree_tokens = tree_tokens if options.heads is None else max(tree_tokens, options.heads.tree_tokens)
     max_draft_tokens = max(options.max_draft_tokens, tree_tokens)
     max_rows = max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches)
@@ -413,7 +414,7 @@ def _executor_limits(
         max_tokens=max(NUM_CHECKED_TOKENS, _max_num_batched_tokens(loaded, options)),
         max_length=max(NUM_CHECKED_TOKENS, max_model_len + MAX_TREE_TOKENS),  # a tree's tokens lie one after another
         max_draft_tokens=max_draft_tokens,
-        has_trees=options.heads is not None or options.merges_drafts,
+        has_trees=options.heads is not None or merges_drafts,
         num_extra_words=min(_MOST_EXTRA_WORDS, max_rows * (1 + max_draft_tokens) * num_row_words),
         num_chained_passes=num_chained_passes,
         num_guesses=_NUM_GUESSES if num_branches else 0,

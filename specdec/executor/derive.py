@@ -17,10 +17,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from specdec.core.drafts import MAX_TREE_TOKENS
 from specdec.executor.slots import UPDATE_VALUE, UPDATE_WORD, SlotState
 from specdec.executor.staging import Arrays, Field, Layout, Tensors
 from specdec.kernels.recurrent import StateTensors
-from specdec.kernels.segmented import MAX_TREE_TOKENS, NO_TREE, AttentionStep
+from specdec.kernels.segmented import NO_TREE, AttentionStep
 
 NO_PARENT = -2
 """In place of a parent: the token is in no tree."""

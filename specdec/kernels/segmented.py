@@ -20,11 +20,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import MAX_TREE_TOKENS
+
 SEGMENT_LENGTH = 256
 """Keys of each of the first segments: 256 up to 2k, 512 up to 8k, 1024 beyond. Part of what the numbers are."""
 NO_TREE = 2**31 - 1
 """``tree_first`` of a token that is in no tree."""
-MAX_TREE_TOKENS = 64
 
 
 def segment_start(segment: int, length: int = SEGMENT_LENGTH) -> int:

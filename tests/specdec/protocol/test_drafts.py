@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from specdec.core.drafts import MOST_MERGED, Draft, merge, remaining_draft
+from specdec.core.drafts import Draft, merge, remaining_draft
 from specdec.core.messages import Candidates, Epoch, Offer, Outcome
-from specdec.kernels.segmented import MAX_TREE_TOKENS
 from tests.specdec.protocol.scripted import log_of
 
 EPOCH = Epoch(1, 0)
@@ -107,7 +106,3 @@ def test_chains_of_one_base_are_a_trie_with_the_first_at_its_beginning(chains, m
     drafts = [Draft(chain, source="chain") for chain in chains]
     assert merge(drafts, most) == (Draft(tokens, (), "chain", parents), added)
     assert merge(drafts, most)[0].chain().tokens[: len(chains[0])] == chains[0][:most]
-
-
-def test_a_trie_is_no_larger_than_a_tree_may_be() -> None:
-    assert MOST_MERGED <= MAX_TREE_TOKENS
