@@ -136,6 +136,14 @@ class ModelFindings:
 
 
 @dataclass(slots=True)
+class DrafterFindings:
+    """What is known of one of ``drafters``; the same as of the draft."""
+
+    model: ModelFindings | None = None
+    pair: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
 class Findings:
     """All that was found.
 
@@ -144,6 +152,7 @@ class Findings:
         target: None where there is a problem with it.
         draft: The same; also None where there is no draft.
         pair: What holds for both together: see :class:`specdec.checkpoint.compat.PairReport`.
+        drafters: Of each further drafter, by its name.
         engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
         problems: Why the pair cannot be served, a line each; empty where it can.
         remarks: What else could not be found out.
@@ -154,6 +163,7 @@ class Findings:
     target: ModelFindings | None = None
     draft: ModelFindings | None = None
     pair: dict[str, Any] | None = None
+    drafters: dict[str, DrafterFindings] = field(default_factory=dict)
     engine: str | None = None
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -186,22 +196,37 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
         target = _examined(source, args, args.target, shares[0], findings, progress)
         if target is not None:
             findings.target = _findings(target, source, args, findings, progress)
-    draft_model = draft_source(args)
-    if draft_model is None:
-        return findings
-    if (
-        len(machine.gpus) > 1
-        and not args.is_paired
-        and draft_model.device_map is None
-        and on_one_gpu(source, draft_model)
-    ):
-        draft_model = replace(draft_model, device="cuda:1")  # a GPU of its own, as it will have in the service
-    draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
-    if draft is not None:
-        findings.draft = _findings(draft, draft_model, args, findings, progress)
-    if (findings.target is not None or findings.engine is not None) and draft is not None:
-        _examine_pair(findings, source, draft_model, args)
+    if draft_source(args) is not None:
+        found = _examined_drafter(args, source, shares[1], 1, findings, progress)
+        findings.draft, findings.pair = found.model, found.pair
+    for i, drafter in enumerate(args.drafters):
+        share = placement.drafters[drafter.name].gpu_share
+        found = _examined_drafter(args.of_drafter(drafter), source, share, 2 + i, findings, progress)
+        findings.drafters[drafter.name] = found
     return findings
+
+
+def _examined_drafter(
+    args: AppArgs, target: ModelSource, gpu_share: float, gpu: int, findings: Findings, progress: Progress | None
+) -> DrafterFindings:
+    """What is found of the draft of some arguments, on a GPU of its own where there is one of that number."""
+    from cluster.models.sources import draft_source
+
+    source, found = draft_source(args), DrafterFindings()
+    assert source is not None, "a drafter has a model"
+    if (
+        len(findings.machine.gpus) > gpu
+        and not args.is_paired
+        and source.device_map is None
+        and on_one_gpu(target, source)
+    ):
+        source = replace(source, device=f"cuda:{gpu}")  # as it will have in the service
+    built = _examined(source, args, args.draft, gpu_share, findings, progress)
+    if built is not None:
+        found.model = _findings(built, source, args, findings, progress)
+        if findings.target is not None or findings.engine is not None:
+            found.pair = _examined_pair(findings, target, source, args)
+    return found
 
 
 def _pair_shares(
@@ -244,15 +269,14 @@ def _examine_engine(args: AppArgs, findings: Findings) -> None:
         findings.problems.append(str(error))
 
 
-def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> None:
+def _examined_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> dict[str, Any] | None:
     from cluster.models.sources import configured_pair
 
     try:
-        pair = configured_pair(args, target, draft)
+        return asdict(replace(configured_pair(args, target, draft), mapping=None))
     except SpecdecError as error:
         findings.problems.append(str(error))
-    else:
-        findings.pair = asdict(replace(pair, mapping=None))
+        return None
 
 
 def _findings(
@@ -338,16 +362,19 @@ def report(findings: Findings) -> Iterator[str]:
     yield from machine_lines(findings.machine)
     if findings.placement is not None:
         yield from placement_lines(findings.placement, has_draft=findings.draft is not None)
-    for role, model in (("target", findings.target), ("draft", findings.draft)):
-        if model is not None:
-            yield from model_lines(role, model)
+    if findings.target is not None:
+        yield from model_lines("target", findings.target)
     if findings.engine is not None:
         yield _line("target", findings.engine)
-    if findings.pair is not None:
-        yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
-        yield from (_line("", note) for note in findings.pair["notes"])
-        if findings.target is not None and findings.draft is not None:
-            yield _line("", steps_line(findings.draft.step_s / findings.target.step_s))
+    drafts = {"draft": DrafterFindings(findings.draft, findings.pair)} | findings.drafters
+    for name, found in drafts.items():
+        if found.model is not None:
+            yield from model_lines(name, found.model, is_draft=True)
+        if found.pair is not None:
+            yield _line("pair", f"fits together: {found.pair['num_shared_tokens']} tokens in common")
+            yield from (_line("", note) for note in found.pair["notes"])
+            if findings.target is not None and found.model is not None:
+                yield _line("", steps_line(found.model.step_s / findings.target.step_s))
     yield from (_line("remark", remark) for remark in findings.remarks)
     yield from (_line("problem", problem) for problem in findings.problems)
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
@@ -388,14 +415,14 @@ def machine_lines(machine: Hardware) -> Iterator[str]:
 
 def placement_lines(placement: Placement, *, has_draft: bool) -> Iterator[str]:
     """What each replica of the models would get."""
-    for role, share in (("target", placement.target), ("draft", placement.draft)):
-        if role == "target" or has_draft:
-            options = ", ".join(f"{name} {value}" for name, value in share.ray_actor_options.items())
-            yield _line("placement", f"{role}: {options}, torch threads {share.num_torch_threads}")
+    shares = {"target": placement.target} | ({"draft": placement.draft} if has_draft else {})
+    for role, share in (shares | dict(placement.drafters)).items():
+        options = ", ".join(f"{name} {value}" for name, value in share.ray_actor_options.items())
+        yield _line("placement", f"{role}: {options}, torch threads {share.num_torch_threads}")
     yield from (_line("", remark) for remark in placement.remarks)
 
 
-def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
+def model_lines(role: str, model: ModelFindings, *, is_draft: bool = False) -> Iterator[str]:
     """One model: what it is, its memory, its parity check."""
     memory, admission = model.memory, model.admission
     yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
@@ -407,7 +434,7 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     yield _line("", f"cache: {blocks}, {growth}")
     if memory["num_state_slots"]:
         yield _line("", state_line(memory))
-        if role == "draft":
+        if is_draft:
             yield _line("", branch_line(memory["num_state_slots"]))
     one = f"a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}"
     yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")

@@ -29,6 +29,7 @@ from cluster.config.names import (
 )
 from cluster.config.replicas import most, scaling
 from cluster.launch.local import status_args
+from cluster.launch.placement import gpus_per_replica
 from specdec.core.errors import InvalidParameterError
 
 EVERY_ADDRESS = "0.0.0.0"
@@ -104,6 +105,11 @@ def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
     if args.actors.target.num_gpus is None or args.actors.draft.num_gpus is None:
         text = f"{key}: two applications share no devices out: set actors.target.num_gpus and actors.draft.num_gpus"
         raise InvalidParameterError(key, text)
+    for drafter in args.drafters:
+        role = f"drafters.{drafter.name}"
+        if gpus_per_replica(role, drafter, drafter.actor).num_gpus is None:
+            text = f"{key}: two applications share no devices out: set {role}.actor.num_gpus, or {role}.device: cpu"
+            raise InvalidParameterError(key, text)
     service = args.model_dump(mode="json", exclude_unset=True)
     drafters = dict(service)
     for section in _BY_DEPLOYMENT:
@@ -137,6 +143,7 @@ def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
 def _is_placed(args: AppArgs, deployments: Iterable[str]) -> bool:
     """Whether no model's share of a device depends on how many replicas there are."""
     models = [getattr(args.actors, part) for part in ("target", "draft") if part in deployments]
+    models += [drafter.actor for drafter in args.drafters]
     return all(one.num_gpus is not None and one.num_cpus is not None for one in models)
 
 

@@ -45,6 +45,7 @@ BURNS: tuple[tuple[str, float, str, str, str, Severity], ...] = (
 """Name; times too fast that the budget goes, over both windows; how long it must be so; severity."""
 
 SERVICE = "by (namespace, ray_io_cluster, application)"
+BY_KIND = "by (namespace, ray_io_cluster, application, kind)"
 MODEL = "by (namespace, ray_io_cluster, application, model_name)"
 SERVICE_ANYWHERE = "by (namespace, application)"
 ON_MODEL = "on (namespace, ray_io_cluster, application, model_name)"
@@ -100,7 +101,7 @@ def _missing_parts() -> Iterator[Rule]:
         "Check that the RayService's pods run and are scraped; silence the alert if the service was deleted.",
         "metrics-are-missing",
     )
-    by_kind = "max by (namespace, ray_io_cluster, application, kind)"
+    by_kind = f"max {BY_KIND}"
     yield _alert(
         "SpecdecWorkersMissing",
         f"{by_kind} (specdec_router_workers) < {by_kind} (specdec_min_workers)",
@@ -229,7 +230,7 @@ def _faults() -> Iterator[Rule]:
     )
     yield _alert(
         "SpecdecCrashLoop",
-        "max by (namespace, ray_io_cluster, application, kind) (increase(specdec_worker_deaths_total[15m])) > 3",
+        f"max {BY_KIND} (increase(specdec_worker_deaths_total[15m])) > 3",
         "0m",
         "critical",
         "Workers of one kind died more than three times within 15 minutes",
@@ -251,9 +252,11 @@ def _faults() -> Iterator[Rule]:
         f' < count {SERVICE} (specdec_worker_sequences{{deployment="{deployment}"}})'
         for kind, deployment in (("target", "TargetServer"), ("drafter", "DraftServer"))
     )
+    named = 'specdec_worker_sequences{deployment=~"DraftServer-.+"}, "kind", "$1", "deployment", "DraftServer-(.+)"'
+    lacking += f" or min {SERVICE} (min {BY_KIND} (specdec_router_workers) < count {BY_KIND} (label_replace({named})))"
     sent, come = (
-        f'sum {SERVICE} (rate(specdec_offers_total{{deployment="{deployment}"}}[5m]))'
-        for deployment in ("DraftServer", "TargetServer")
+        f'sum {SERVICE} (rate(specdec_offers_total{{deployment=~"{deployment}"}}[5m]))'
+        for deployment in ("DraftServer.*", "TargetServer")
     )
     yield _alert(
         "SpecdecRouterLinkDown",

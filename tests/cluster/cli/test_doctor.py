@@ -17,6 +17,7 @@ from specdec.engine import build
 from specdec.models.loading import ModelSource
 from specdec.models.memory import least_memory
 
+DRAFT = str(demo_folder("draft"))
 APART = {"placement": "separate"}
 
 
@@ -37,6 +38,11 @@ APART = {"placement": "separate"}
             [("target", "cuda:0", 1.0), ("draft", "cuda:1", 1.0)],
         ),
         (2, {"draft": {"device": "cpu"}}, [("target", "auto", 1.0), ("draft", "cpu", 1.0)]),
+        (
+            3,
+            {"drafters": [{"name": "x", "model": DRAFT}, {"name": "y", "model": DRAFT, "device": "cpu"}]},
+            [("target", "auto", 1.0), ("draft", "cuda:1", 1.0), ("draft", "cuda:2", 1.0), ("draft", "cpu", 1.0)],
+        ),
     ],
 )
 def test_each_model_has_the_share_of_the_service(
@@ -52,7 +58,9 @@ def test_each_model_has_the_share_of_the_service(
     monkeypatch.setattr(build, "build_target", noted)
     findings = examined(monkeypatch, num_gpus, args)
     assert asked == expected
-    assert findings.problems == ["only noted"] * 2
+    assert findings.problems == ["only noted"] * len(expected)
+    told = "\n".join(report(findings))
+    assert all(f"{name}: num_" in told for name in findings.drafters)
 
 
 def examined(monkeypatch: pytest.MonkeyPatch, num_gpus: int, args: dict[str, Any]) -> Findings:

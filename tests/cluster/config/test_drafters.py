@@ -79,3 +79,24 @@ def test_a_serve_configuration_has_a_deployment_for_each():
     assert config["applications"][-1]["args"]["drafters"] == ["gpu", "cpu"]
     with pytest.raises(InvalidParameterError, match="a cluster would show it"):
         serve_config(configured(drafters=[{"name": "x", "model": "m", "token": "hf_x"}]))
+
+
+def test_replicas_change_without_an_update_where_further_drafters_are_placed_too():
+    placed = {"num_cpus": 1, "num_gpus": 1}
+    further = {"name": "x", "model": "m", "actor": placed}
+    more = {"actors.target": placed, "actors.draft": placed, "replicas.target": 2}
+    fixed = serve_config(configured(drafters=[further], **more))["applications"][0]["args"]
+    assert "replicas" not in fixed
+    fixed = serve_config(configured(drafters=[further | {"actor": {}}], **more))["applications"][0]["args"]
+    assert fixed["replicas"] == {"target": 2}, "its share depends on it"
+
+
+def test_beside_a_separate_draft_each_further_drafter_says_which_devices_it_takes():
+    more = {"separate_draft": True, "actors.target.num_gpus": 1, "actors.draft.num_gpus": 1}
+    with pytest.raises(InvalidParameterError, match=r"set drafters\.x\.actor\.num_gpus"):
+        serve_config(configured(drafters=[{"name": "x", "model": "m"}], **more))
+    for own in ({"actor": {"num_gpus": 1}}, {"device": "cpu"}):
+        main, draft, *_ = serve_config(configured(drafters=[{"name": "x", "model": "m", **own}], **more))[
+            "applications"
+        ]
+        assert ("drafters" in main["args"], "drafters" in draft["args"]) == (True, False)
