@@ -220,6 +220,7 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
         target,
         None if source is None else _served(args, source, name, "draft", vocab_size, own),
         num_speculative_tokens=args.most_draft_tokens,
+        drafters=args.drafter_names,
         # By the other rule a seed's text depends on the draft.
         acceptance_rules=("coupled",) if args.exactness == "strict" else ("coupled", "rejection"),
         acceptance=args.acceptance,

@@ -23,6 +23,7 @@ from cluster.config.models import IMPORT_STRING, DraftConfig, LoraConfig, Target
 from cluster.config.names import OTLP
 from cluster.config.replicas import ActorOptions, Replicas, Updates
 from specdec.core.errors import InvalidParameterError
+from specdec.core.messages import DRAFTER
 from specdec.core.params import Acceptance, Exactness, LogprobsMode
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.branches import BRANCHES_IN_ALL
@@ -566,6 +567,11 @@ class AppArgs(StrictModel):
     def has_drafters(self) -> bool:
         """Whether there are processes that draft, wherever they are."""
         return self.has_draft and not self.is_paired
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """Of ``draft`` where it is a process of its own, and of all further ones."""
+        return (DRAFTER, *(drafter.name for drafter in self.drafters)) if self.has_drafters else ()
 
     @property
     def has_draft_model(self) -> bool:

@@ -141,6 +141,7 @@ class SequenceSpec:
         wants_times: Whether to note when its rounds were worked on; nothing else depends on it.
         adapter: What the target is used with; None: the model as it is.
         draft_adapter: The same of the draft; only how often it is right depends on it.
+        drafters: Names of those that may draft for it; all that there are where none is named.
     """
 
     sampling: SamplingParams
@@ -158,6 +159,7 @@ class SequenceSpec:
     wants_times: bool = False
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
+    drafters: tuple[str, ...] = ()
 
     def prefix_group(self, adapter: Adapter | None) -> str:
         """Cached prefixes of a model that is used with an adapter are shared only among sequences of one group."""

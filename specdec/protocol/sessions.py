@@ -171,8 +171,8 @@ class Session(LeasedSequence):
     """A sequence's log of record. Its epoch is (attempt, 0); each of its links has an ``n`` of its own.
 
     Attributes:
-        drafters: Its links to those that may draft for it, by their names. Under the rejection rule there is one, that
-            was chosen before anything was drafted (rule 18).
+        drafters: Its links to those that may draft for it, by their names; its request may leave some out. Under the
+            rejection rule there is one, that was chosen before anything was drafted (rule 18).
         client_length: Length that the ingress has acknowledged.
         sent_length: Length up to which it was sent.
         prompt_sent_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
@@ -223,7 +223,8 @@ class Session(LeasedSequence):
         self.num_failures = self.num_deaths = 0
         is_of_target = message.spec.model == "target"
         self.target = WorkerLink("target" if is_of_target else drafters[0])
-        drafting = drafters[:1] if message.spec.sampling.acceptance == "rejection" else drafters
+        drafting = [name for name in drafters if not self.spec.drafters or name in self.spec.drafters]
+        drafting = drafting[:1] if message.spec.sampling.acceptance == "rejection" else drafting
         self.drafters = {name: WorkerLink(name) for name in drafting}
         self.numeric = message.numeric
         self.refused_by: set[str] = set()
@@ -264,11 +265,11 @@ class Session(LeasedSequence):
 
     @property
     def drafting(self) -> tuple[WorkerLink, ...]:
-        """Those of its links to drafters that its plan needs."""
-        named = self.plan.drafters if len(self.drafters) > 1 else ()
+        """Those of its links to drafters that its plan needs: all where it names none that may draft for it."""
         if not self.plan.num_draft_tokens or self.finish is not None:
             return ()
-        return tuple(link for name, link in self.drafters.items() if not named or name in named)
+        named = [link for name, link in self.drafters.items() if name in self.plan.drafters]
+        return tuple(named or self.drafters.values())
 
     @property
     def lacks_drafter(self) -> bool:
@@ -283,7 +284,7 @@ class Session(LeasedSequence):
     @property
     def is_planned(self) -> bool:
         """Whether anything may be drafted for it."""
-        return self.finish is None and self.spec.model == "target"
+        return self.finish is None and self.spec.model == "target" and bool(self.drafters)
 
     def link_epoch(self, link: WorkerLink) -> Epoch:
         """The epoch under which the sequence is open on a link."""

@@ -40,6 +40,7 @@ SPEC = SequenceSpec(
     num_speculative_tokens=0,
     model="draft",
     wants_times=True,
+    drafters=("cpu",),
 )
 PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))

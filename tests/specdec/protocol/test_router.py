@@ -141,6 +141,27 @@ def test_a_sequence_that_one_of_several_drafters_drafts_for_is_not_without():
     assert machine.metrics()["num_without_drafter"] == 1
 
 
+def several(plan=PLAN, **spec):
+    """A router with three drafters and a sequence; the drafters that were asked, and the plan that they got."""
+    names = ("drafter", "cpu", "gpu")
+    machine = router("T0", plan=plan, drafters=names)
+    for name in names:
+        machine.worker_joined(f"of {name}", name, 0.0)
+    machine.receive(Submit("s", 1, "I", SharedTokens(PROMPT), replace(SPEC, **spec)), 0.0)
+    sent = machine.take_outbox()
+    return {name for name in names if f"of {name}" in sent}, sent["T0"][0].plan.num_draft_tokens
+
+
+def test_those_draft_that_a_request_names():
+    assert several() == ({"drafter", "cpu", "gpu"}, 3)
+    assert several(drafters=("cpu", "gpu")) == ({"cpu", "gpu"}, 3)
+    assert several(Plan(3, drafters=("drafter", "gpu")), drafters=("cpu", "gpu")) == ({"gpu"}, 3)
+    assert several(Plan(3, drafters=("drafter",)), drafters=("cpu", "gpu")) == ({"cpu", "gpu"}, 3)
+    assert several(drafters=("gone",)) == (set(), 0)  # after an update of the service
+    rejection = SamplingParams(acceptance="rejection")
+    assert several(sampling=rejection, drafters=("cpu", "gpu")) == ({"cpu"}, 3)
+
+
 def test_a_verdict_is_acknowledged_committed_and_told():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
