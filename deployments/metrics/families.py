@@ -167,7 +167,7 @@ REPORTED = [
     _gauge(
         _ROUTER,
         "num_without_drafter",
-        "Sequences that should have a drafter and have none of any kind.",
+        "Sequences that should have a drafter and have none.",
         name="sequences_without_drafter",
     ),
     _gauge(
