@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+import types
 
+import pytest
+import torch
+
+from benchmarks import step_cpu
 from benchmarks.step_times import StepTime, measure_steps, step_table, verify_cost
 from benchmarks.steps import main
 from tests.benchmarks.modes.virtual import virtual_pair
@@ -49,3 +54,15 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     script = ["--backend", "benchmarks.backends:stand_in:target=1,draft=0.1,acceptance=0.8"]
     main(["--streams", "2", "--draft-length", "1", "--repeats", "1", *script])
     assert capsys.readouterr().out.count("| 2 |") == 3
+
+
+def test_the_host_s_time_of_a_step_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "no_device", "specdec.kernels.triton.sample":  # these it puts there
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    assert step_cpu.main(["--rows", "2", "--context", "40", "--repeats", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == [*step_cpu.SCENES]
+    assert all(float(line.split("|")[2]) > 0 for line in lines)

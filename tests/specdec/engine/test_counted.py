@@ -77,6 +77,7 @@ class Kernels:
         self.edited = torch.zeros(rows, vocab_size, device=device)
         self.chosen = torch.zeros(rows, dtype=torch.int32, device=device)
         self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
+        self.num_bytes = self.edited.nbytes
 
     def decide(self, logits: Tensor, step: Any, **options: Any) -> None:
         assert all(getattr(step, name).device == META for name in type(step).__slots__)

@@ -26,6 +26,7 @@ class TorchSampler:
         self.edited = torch.zeros(rows, vocab_size, device=device)
         self.chosen = torch.zeros(rows, dtype=torch.int32, device=device)
         self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
+        self.num_bytes = self.edited.nbytes
 
     def decide(self, logits: Tensor, step: SampleStep, scores: Tensor | None = None, **options: Any) -> None:
         """As there."""
