@@ -27,6 +27,8 @@ def test_each_is_deployed_as_if_it_were_the_draft():
     assert (cpu.draft.model, cpu.draft.other_vocabulary, cpu.replicas.draft) == ("c", False, 2)
     assert gpu.target == cpu.target == args.target
     assert (cpu.max_num_seqs, cpu.drafters) == (7, ())
+    assert args.drafter_names == ("drafter", "gpu", "cpu")
+    assert configured(**{"draft.placement": "same_process"}).app_args().drafter_names == ()
 
 
 def test_a_list_of_names_and_models_is_enough():
