@@ -181,10 +181,10 @@ class PairedTarget:
                 else job
                 for place, job in enumerate(jobs)
             ]
-        if unread is None:
-            results = self._target.verify(jobs)
-        else:
-            results = self._verify_unread(jobs, drafting, unread)
+        results = self._target.verify(jobs)
+        if unread is not None:
+            unread.read()  # where the target has come to none of them
+            self._drafter.rest()
             # Nothing is left of one that had no finite numbers, though as many tokens were verified.
             known = _drafts_of(drafting)
             drafts = {place: known.get(place, Draft(source="chain")) for place in drafts}
@@ -195,21 +195,6 @@ class PairedTarget:
                     results[place] = result._replace(own=drafts[place])
             elif job.key in self._sequences:
                 self._sequences[job.key].is_decoding = False
-        return results
-
-    def _verify_unread(
-        self, jobs: Sequence[VerifyJob], drafting: Sequence[_Drafting], unread: UnreadProposals
-    ) -> list[Verification]:
-        """Verify drafts that are on the device alone. They are known afterwards."""
-        try:
-            results = self._target.verify(jobs)
-            unread.read()  # where the target has come to none of them
-        except Exception:
-            for one in drafting:  # what they hold is not known
-                self._drafter.release(one.job.key)
-                one.sequence.forget()
-            raise
-        self._drafter.rest()
         return results
 
     def _drafting(self, jobs: Sequence[VerifyJob]) -> tuple[list[_Drafting], UnreadProposals | None]:
