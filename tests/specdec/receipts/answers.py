@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,10 +35,14 @@ def source(dtype: str = "float32", quantization: str = "none", path: Path = DEMO
     return ModelSource(str(path), dtype=dtype, device="cpu", quantization=quantization)
 
 
-def make_engine(target: ModelSource, draft: bool = True) -> SpeculativeEngine:
-    options = BackendOptions(max_model_len=1024, kv_cache_memory=64 << 20, measures_step=False, skip_parity_check=True)
+OPTIONS = BackendOptions(max_model_len=1024, kv_cache_memory=64 << 20, measures_step=False, skip_parity_check=True)
+
+
+def make_engine(
+    target: ModelSource, draft: bool = True, options: BackendOptions = OPTIONS, **others: Any
+) -> SpeculativeEngine:
     of_draft = ModelSource(str(DEMO / "draft"), dtype=target.dtype, device="cpu") if draft else None
-    return SpeculativeEngine.from_pretrained(target, of_draft, options=options)
+    return SpeculativeEngine.from_pretrained(target, of_draft, options=options, **others)
 
 
 def own(dtype: str = "float32") -> Own:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from specdec import NgramOptions, SpeculativeEngine
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import LogprobsMode, SamplingParams
 from specdec.core.types import Adapter
@@ -16,10 +20,13 @@ from specdec.models.describe import linear_shapes
 from specdec.models.loading import load_tokenizer
 from specdec.models.lora import slots
 from specdec.models.lora.slots import LoRAConfig
+from specdec.receipts.format import LOGPROB_STRIDE, Receipt
+from specdec.receipts.replay import EngineRerun, first_differences
 from tests.specdec.adapters import write_adapter
 from tests.specdec.engine.features import PROMPTS, demo
 from tests.specdec.engine.pairs import Case, Output, collect
 from tests.specdec.engine.schemas import grammar_of
+from tests.specdec.receipts import answers
 from tests.thorough.engine.test_adapters import AtOnce
 from tests.thorough.engine.test_structured import PERSON
 
@@ -63,3 +70,42 @@ def test_nothing_depends_on_drafts_or_on_others(
     outputs = collect(service, cases)
     assert [said(output) for output in outputs] == alone
     assert service.target.counters.by_source["model"].num_accepted_tokens > 20
+
+
+STRICT = replace(OPTIONS, max_num_seqs=256)
+
+
+def replays(receipt: Receipt, engine: SpeculativeEngine) -> bool:
+    """Whether an engine gives the receipt's tokens, and its log probabilities to the last bit."""
+    rerun = EngineRerun(engine)
+    told = [tuple(logprobs[::LOGPROB_STRIDE]) for _, logprobs in rerun.outputs(receipt)]
+    return first_differences(receipt, rerun) == [] and told == [choice.logprobs for choice in receipt.choices]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_receipt_is_replayed_by_any_engine_of_its_contract() -> None:
+    """Another one, with other drafts, threads, caches and neighbors: the same bits."""
+    target = answers.source("bfloat16")
+    with threads(1):
+        first = answers.make_engine(target, options=STRICT)
+        receipt = answers.answer(first, answers.PROMPTS[:3], max_tokens=12, dtype="bfloat16")
+        assert replays(receipt, first), "its prompts are cached"
+        assert replays(receipt, answers.make_engine(target, options=STRICT, num_speculative_tokens=7))
+        assert replays(receipt, answers.make_engine(target, draft=False, options=STRICT, ngram=NgramOptions(3)))
+    plain = answers.make_engine(target, draft=False, options=STRICT)
+    for count in (2, 3):
+        with threads(count):
+            assert replays(receipt, plain), count
+    other = replace(STRICT, max_num_seqs=3, max_num_batched_tokens=24, block_size=16)
+    small = answers.make_engine(target, options=other)
+    small.generate(receipt.prompts[2] + receipt.choices[2].token_ids, max_tokens=5)
+    assert replays(receipt, small), "in chunks, and few at once"
