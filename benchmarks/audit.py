@@ -1,0 +1,163 @@
+"""How many honest tokens an audit takes, and within how many it finds what is not.
+
+    python -m benchmarks.audit [--dtype bfloat16] [--honest-tokens 100000]
+
+The demo target goes on with beginnings of functions, many at once and with drafts looked up, and is audited: none of it
+may be flagged. Then it answers in other ways than its receipts say, and the tokens are counted until an answer shows
+it: at another temperature, with rounded weights, or after some training on this package's own source. Last, one
+token of each honest answer is edited: to any other one, or to the one that came second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM
+
+import specdec
+from cluster.models.demos import demo_folder
+from specdec import BackendOptions, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
+from specdec.core.params import SequenceSpec
+from specdec.core.types import Quantization
+from specdec.models.loading import load_tokenizer
+from specdec.receipts.audit import Answer, Auditor, Own
+from specdec.receipts.contract import numeric_contract
+from specdec.receipts.format import LOGPROB_STRIDE, Receipt, ReceiptChoice, ReceiptModel
+from specdec.receipts.scoring import Scorer
+from specdec.sampling.noise import derive_seed
+
+AT_ONCE, MAX_TOKENS, EOS = 64, 300, (0,)
+SAID = SamplingParams(ignore_eos=True)
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
+OPTIONS = BackendOptions(
+    vocab_size=4096, max_model_len=512, kv_cache_memory=256 << 20, measures_step=False, skip_parity_check=True
+)
+
+
+def source(dtype: str, quantization: Quantization = "none", folder: Path | None = None) -> ModelSource:
+    """The demo target on the CPU, or what is made of it."""
+    return ModelSource(str(folder or demo_folder("target")), dtype=dtype, device="cpu", quantization=quantization)
+
+
+def make_engine(model: ModelSource) -> SpeculativeEngine:
+    """It, with drafts looked up."""
+    return SpeculativeEngine.from_pretrained(model, None, ngram=NgramOptions(4), options=OPTIONS)
+
+
+def answers(engine: SpeculativeEngine, own: Own, seed: int, count: int, used: SamplingParams) -> list[Answer]:
+    """Answers of one choice each whose receipts say ``SAID``, generated as ``used`` says and all at once."""
+    tokenizer, used = load_tokenizer(source("float32")), replace(used, logprobs=0)
+    prompts = [tuple(tokenizer.encode(f"def function_{seed}_{i}(values):\n")) for i in range(count)]
+    specs = [
+        (prompt, SequenceSpec(used, derive_seed(seed, i, 0), len(prompt), MAX_TOKENS, EOS, float(i)))
+        for i, prompt in enumerate(prompts)
+    ]
+    model, found = ReceiptModel("demo", own.weights, own.tokenizer), []
+    for i, result in enumerate(engine.generate_specs(specs)):
+        logprobs = tuple(entry.logprob for entry in (result.logprobs or ())[::LOGPROB_STRIDE])
+        said = derive_seed(seed, i, 0)
+        choice = ReceiptChoice(i, said, MAX_TOKENS, result.token_ids, result.finish_reason, logprobs)
+        receipt = Receipt(f"{seed}/{i}", 1, model, own.contract, SAID, seed, (), EOS, tuple(prompts), (choice,))
+        found.append(Answer(receipt, {}))
+    return found
+
+
+def train(folder: Path, num_steps: int) -> None:
+    """Write the demo target after some steps of AdamW on the package's own source, 8 x 128 tokens each, at 1e-5."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo_folder("target")), load_tokenizer(source("float32"))
+    text = "".join(path.read_text() for path in sorted(Path(specdec.__path__[0]).rglob("*.py")))
+    tokens = torch.tensor(tokenizer.encode(text))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    for batch in islice(tokens[: len(tokens) // 1024 * 1024].view(-1, 8, 128), num_steps):
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def edited(answer: Answer, choose: Callable[[ReceiptChoice, int], int], rng: random.Random) -> tuple[Answer, int]:
+    """An answer with another token in one place, and that place."""
+    (choice,) = answer.receipt.choices
+    at = rng.randrange(len(choice.token_ids))
+    ids = (*choice.token_ids[:at], choose(choice, at), *choice.token_ids[at + 1 :])
+    other = msgspec.structs.replace(choice, token_ids=ids)
+    return Answer(msgspec.structs.replace(answer.receipt, choices=(other,)), {}), at
+
+
+def until_found(auditor: Auditor, given: Sequence[Answer]) -> str:
+    """How soon answers show that they are not the model's."""
+    verdicts, bounds = auditor.audit(given)
+    found = sorted(one.token + 1 for one in verdicts if one.status == "flagged" and one.token is not None)
+    middle = f", half of them within {found[len(found) // 2]} tokens" if found else ""
+    num_tokens = sum(one.num_tokens for one in verdicts)
+    return f"{len(found)} of {len(given)} answers ({num_tokens} tokens) flagged{middle}; {bounds}"
+
+
+def edits_found(auditor: Auditor, scorer: Scorer, answers_: Sequence[Answer], kind: str) -> str:
+    """How many edits are found, and found where they are."""
+
+    def choose(choice: ReceiptChoice, at: int) -> int:
+        token = choice.token_ids[at]
+        if kind == "any":
+            return rng.choice([other for other in range(OPTIONS.vocab_size or 0) if other != token])
+        (receipt,) = (answer.receipt for answer in answers_ if answer.receipt.choices[0] is choice)
+        best = scorer.score(receipt.spec(choice), receipt.prompts[choice.prompt], choice.token_ids).best[at]
+        return int(best[1] if best[0] == token else best[0])
+
+    rng = random.Random(0)
+    changed = [edited(answer, choose, rng) for answer in answers_]
+    verdicts, _ = auditor.audit([answer for answer, _ in changed])
+    found = sum(one.status == "flagged" for one in verdicts)
+    there = sum(one.token == at for one, (_, at) in zip(verdicts, changed, strict=True))
+    return f"{found} of {len(changed)} found, {there} where they are"
+
+
+def main() -> None:
+    """Measure, and print a line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--honest-tokens", type=int, default=100_000)
+    parser.add_argument("--answers", type=int, default=AT_ONCE, help="that are not honest, of each kind")
+    args = parser.parse_args()
+    model = source(args.dtype)
+    own = Own("w", "t", numeric_contract(args.dtype, "cpu"))
+    scorer, engine = Scorer.from_pretrained(model, OPTIONS), make_engine(model)
+    auditor, honest = Auditor(scorer, own), list[Answer]()
+
+    def say(kind: str, generating: SpeculativeEngine, used: SamplingParams = SAID) -> None:
+        given = answers(generating, own, 1, args.answers, used)
+        print(f"{kind}: {until_found(auditor, given)}", flush=True)
+
+    start_s = time.perf_counter()
+    while len(honest) * MAX_TOKENS < args.honest_tokens:
+        count = min(AT_ONCE, -(-args.honest_tokens // MAX_TOKENS) - len(honest))
+        honest += answers(engine, own, len(honest), count, SAID)
+    generated_s = time.perf_counter()
+    print(f"honest: {until_found(auditor, honest)}", flush=True)
+    print(
+        f"generated in {generated_s - start_s:.0f} s, audited in {time.perf_counter() - generated_s:.0f} s", flush=True
+    )
+    for kind in ("any", "second"):
+        print(f"edits, {kind} token: {edits_found(auditor, scorer, honest[: args.answers], kind)}", flush=True)
+    for temperature in (0.9, 0.8):
+        say(f"T = {temperature}", engine, replace(SAID, temperature=temperature))
+    for quantization in QUANTIZATIONS:
+        say(quantization, make_engine(source("bfloat16", quantization)))
+    for num_steps in (20, 100):
+        with tempfile.TemporaryDirectory() as folder:
+            train(Path(folder), num_steps)
+            say(f"trained {num_steps} steps", make_engine(source(args.dtype, folder=Path(folder))))
+
+
+if __name__ == "__main__":
+    main()
