@@ -235,7 +235,7 @@ class ModelTarget(ModelBackend):
         unread = next((job.unread for job in jobs if job.unread is not None), None)
         drawn = unread.tokens if isinstance(unread, UnreadDrafts) else None
         extra = () if decision is None else decision.arrays
-        logits = self._runner.forward([one.row for one in step], drawn, extra)
+        logits = self._runner.forward([one.row for one in step], drawn=drawn, extra=extra)
         if self._sampler.kernels(logits.device) is None:  # kernels tell what is not finite, and wait once a step
             logits = self._runner.finite(logits)
         kept = self._read_prompts(jobs, step, logits)

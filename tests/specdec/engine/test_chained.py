@@ -36,9 +36,9 @@ class Counted(ModelRunner):
 
     num_passes = 0
 
-    def forward(self, rows, tokens=None, extra=()):  # type: ignore[no-untyped-def]
+    def forward(self, rows, drawn=None, extra=()):  # type: ignore[no-untyped-def]
         self.num_passes += 1
-        return super().forward(rows, tokens, extra)
+        return super().forward(rows, drawn, extra)
 
 
 def make_drafter(

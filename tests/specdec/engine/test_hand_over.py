@@ -183,11 +183,11 @@ def test_a_step_of_the_target_that_fails_leaves_nothing_of_its_drafts(monkeypatc
     service = InProcessService(paired, None, 0)
     forward = paired._target._runner.forward
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         calls.append(paired.num_handed)
         if len(calls) == 5:
             raise RuntimeError("no such kernel")
-        return forward(*args)
+        return forward(*args, **options)
 
     monkeypatch.setattr(paired._target._runner, "forward", failing)
     assert run(service, cases)[0] == plainly(cases)
