@@ -42,6 +42,7 @@ from tests.specdec.engine.test_exactness import GREEDY, HALF_RIGHT, make_cases
 from tests.specdec.engine.test_hostile_network import LENGTHS, TARGET, TIMES, HostileService
 from tests.specdec.engine.test_pair import ROOMS, SAMPLED, SCARCE, plainly
 from tests.specdec.kernels.in_torch import decide_in_torch
+from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.models.families import VOCAB_SIZE
 
 NUM_DRAFT_TOKENS = 4
@@ -102,6 +103,16 @@ def test_the_tokens_are_those_without_drafts(sampling: SamplingParams, room: str
         assert metrics["num_cached_sequences"] == 0
         assert metrics["num_reused_tokens"] > 0  # of prompts, when they come again
     assert (paired._drafter.metrics()["num_evictions"] > 0) == (SCARCE in (ROOMS[room], ROOMS[room].get("of_draft")))
+
+
+@interpreted
+def test_the_kernels_themselves_give_the_tokens_without_drafts() -> None:
+    cases = [replace(case, max_tokens=8, eos_token_ids=()) for case in make_cases(SAMPLED)[:2]]
+    paired = pair()
+    outputs, stats = run(InProcessService(paired, None, 0), cases)
+    assert outputs == plainly(cases)
+    assert min(paired.num_handed, stats.num_accepted_tokens) > 3
+    assert paired.num_read == 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T0", "T1"])
