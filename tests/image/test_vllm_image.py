@@ -20,7 +20,7 @@ from deployments.workers import _target_backend
 
 target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_cache_memory": "64MiB"}
 args = AppArgs.model_validate({"target": target, "max_model_len": 256})
-print(_target_backend(args, 1.0, print).max_model_len)
+print(_target_backend(args, 1.0, print, print).max_model_len)
 """
 """Loads the demo target; its warm-up verifies a draft."""
 COMPILE = """

@@ -16,7 +16,7 @@ from cluster.config.app import AppArgs
 from deployments.workers import _target_backend
 
 target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_cache_memory": "64MiB"}
-model = _target_backend(AppArgs.model_validate({"target": target, "max_model_len": 256}), 1.0, print)
+model = _target_backend(AppArgs.model_validate({"target": target, "max_model_len": 256}), 1.0, print, print)
 
 from vllm import envs
 assert model.max_model_len == 256
