@@ -341,7 +341,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, config_overrides(arguments))
     try:
         # Without a network this takes seconds; loading would try each file five times.
-        config = config if config.draft.pool is not None else fetch_models(config, _progress)
+        loads_both = config.draft.pool is None and config.target.engine != "vllm"
+        config = fetch_models(config, _progress) if loads_both else config
     except InvalidParameterError as error:
         findings = Findings(this_machine(), None, problems=[str(error)])
     else:

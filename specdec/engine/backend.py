@@ -62,6 +62,11 @@ class ModelBackend:
         """Longest sequence, prompt and output together, in tokens."""
         return self._max_model_len
 
+    @property
+    def max_rollback(self) -> int | None:
+        """Tokens that can be taken back of a sequence at most; None for any number."""
+        return self._runner.max_rollback
+
     def last_progress(self) -> float:
         """Monotonic time at which the newest layer of a step was done; from any thread."""
         return self._runner.progress.newest_s

@@ -234,6 +234,11 @@ class ModelDrafter(ModelBackend):
         return None if self._recorded is None else self._runner.output_device
 
     @property
+    def num_chained_tokens(self) -> int:
+        """Tokens of a draft that one step draws at most."""
+        return self._num_chained_passes
+
+    @property
     def vocab_size(self) -> int:
         """All tokens that are drawn are less."""
         return self._sampler.vocab_size

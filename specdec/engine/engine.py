@@ -211,7 +211,11 @@ class SpeculativeEngine:
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
-            draft_options = replace(draft_options, device_share=draft_options.device_share or shares[1])
+            draft_options = replace(
+                draft_options,
+                device_share=draft_options.device_share or shares[1],
+                max_draft_tokens=max(draft_options.max_draft_tokens, num_speculative_tokens),
+            )
             draft_backend, _, _ = build_drafter(draft, draft_options, target, progress, has_branches=False)
         defaults = built.loaded.generation_defaults
         remark = defaults.remark(target.path)

@@ -23,6 +23,7 @@ from specdec.core.backends import (
 from specdec.core.drafts import Draft
 from specdec.core.errors import DeviceLostError
 from specdec.core.tokens import TokenBuffer, common_prefix_length
+from specdec.engine.backend import ModelBackend
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.target import ModelTarget
@@ -145,7 +146,9 @@ class PairedTarget:
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._drafts_first = drafts_first
-        self._hands_over = can_hand_over(target, drafter)
+        self._most_unread = most_unread(target, drafter)
+        limits = [most for one in (target, drafter) if (most := _max_rollback(one)) is not None]
+        self._max_rollback = min(limits, default=None)
         self._sequences: dict[str, _Sequence] = {}
         self._num_failed_steps = 0
 
@@ -207,7 +210,8 @@ class PairedTarget:
         # Those whose step failed are tried apart, one in a step.
         suspect = next((one for one in wanted if one.sequence.is_suspect), None)
         sound = [one for one in wanted if not one.sequence.is_suspect]
-        unread = self._draw(sound, may_stay=self._hands_over and suspect is None)
+        may_stay = suspect is None and all(one.num_tokens <= self._most_unread for one in sound)
+        unread = self._draw(sound, may_stay)
         if suspect is not None:
             self._draw([suspect])
             suspect.sequence.is_suspect = not suspect.drawn
@@ -220,6 +224,8 @@ class PairedTarget:
         bound = job.spec.num_speculative_tokens
         count = min(job.most_own, self._num_draft_tokens if bound is None else bound)
         count = min(count, self._drafter.max_model_len + 1 - len(job.log))
+        if self._max_rollback is not None:
+            count = min(count, self._max_rollback)
         if count <= 0:
             return None
         sequence = self._sequences.setdefault(job.key, _Sequence(is_decoding=self._drafts_first))
@@ -291,11 +297,21 @@ class PairedTarget:
             one.sequence.is_suspect = True
 
 
-def can_hand_over(target: TargetBackend, drafter: DraftBackend) -> bool:
-    """Whether a drafter's tokens can go to a target on their device, without being known here first."""
-    target = target.inner if isinstance(target, ObservedTarget) else target
-    drafter = drafter.inner if isinstance(drafter, ObservedDrafter) else drafter
-    return isinstance(target, ModelTarget) and isinstance(drafter, ModelDrafter) and target.takes_unread(drafter)
+def most_unread(target: TargetBackend, drafter: DraftBackend) -> int:
+    """How many tokens of a draft can go to a target on their device, without being known here first; 0 for none."""
+    decides, drafts = _model_of(target), _model_of(drafter)
+    if not isinstance(decides, ModelTarget) or not isinstance(drafts, ModelDrafter):
+        return 0
+    return drafts.num_chained_tokens if decides.takes_unread(drafts) else 0
+
+
+def _max_rollback(backend: TargetBackend | DraftBackend) -> int | None:
+    model = _model_of(backend)
+    return model.max_rollback if isinstance(model, ModelBackend) else None
+
+
+def _model_of(backend: TargetBackend | DraftBackend) -> object:
+    return backend.inner if isinstance(backend, (ObservedTarget, ObservedDrafter)) else backend
 
 
 def _drafts_of(drafting: Sequence[_Drafting]) -> dict[int, Draft]:

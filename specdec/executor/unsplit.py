@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import specdec
 from specdec.executor.runner import choose_kernel
 from specdec.models.loading import LoadedModel
 
@@ -120,7 +121,8 @@ def _cache_folder() -> Path:
 def _kind(device: torch.device) -> str:
     """Of a device, and of what computes on it, as a file name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return re.sub(r"[^\w.+-]+", "-", f"{name}-torch-{version('torch')}-triton-{version('triton')}")
+    computed_by = f"specdec-{specdec.__version__}-torch-{version('torch')}-triton-{version('triton')}"
+    return re.sub(r"[^\w.+-]+", "-", f"{name}-{computed_by}")
 
 
 def _keep(file: Path, text: str) -> None:

@@ -70,10 +70,11 @@ def recorded(
 class Handing(PairedTarget):
     """Counts drafts that were handed over unread, and others."""
 
-    num_handed = num_read = 0
+    num_handed = num_read = longest = 0
 
     def _drafting(self, jobs: Sequence[VerifyJob]) -> Any:
         drafting, unread = super()._drafting(jobs)
+        self.longest = max([self.longest, *(len(one.drawn) for one in drafting)])
         num_drafts = sum(bool(one.drawn) for one in drafting)
         if unread is None:
             self.num_read += num_drafts
@@ -119,7 +120,7 @@ def test_the_kernels_themselves_give_the_tokens_without_drafts() -> None:
 def test_as_much_is_drafted_and_kept_as_where_drafts_are_read_first(sampling: SamplingParams) -> None:
     cases = [replace(case, max_tokens=30, eos_token_ids=()) for case in make_cases(sampling)]
     handing, reading = pair(), pair()
-    reading._hands_over = False
+    reading._most_unread = 0
     services = [InProcessService(one, None, 0) for one in (handing, reading)]
     found, other = (run(service, cases) for service in services)
     assert found == other
@@ -187,6 +188,13 @@ def test_drafts_that_depend_on_their_tokens_are_read_first() -> None:
     paired = pair()
     assert run(InProcessService(paired, None, 0), cases)[0] == wanted
     assert min(paired.num_handed, paired.num_read) > 5
+
+
+def test_a_draft_that_is_longer_than_a_chain_is_read_first() -> None:
+    cases, paired = make_cases(GREEDY, (NUM_DRAFT_TOKENS + 3,)), pair()
+    assert run(InProcessService(paired, None, 0), cases)[0] == plainly(cases)
+    assert paired.longest == NUM_DRAFT_TOKENS + 3
+    assert paired.num_read > paired.num_handed  # what is left of a text may be shorter
 
 
 def test_a_step_of_the_target_that_fails_leaves_nothing_of_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
