@@ -25,6 +25,7 @@ from deployments.transport.host import Host, LoopHost, WorkerHost
 from deployments.transport.wire import FrameReader, Messages, frames
 from specdec.core.messages import DRAFTER
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import Tokens
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import Bounds
 from specdec.drafting.length.plans import PlanController, Planner, fixed_plan
@@ -59,8 +60,8 @@ class RunsTarget(TargetMachine):
         super().__init__(*args, **kwargs)
         self.runs: list[dict[str, int]] = []
 
-    def _credit_drafters(self, sequence: TargetSequence, run: tuple[int, ...], num_accepted: int) -> None:
-        super()._credit_drafters(sequence, run, num_accepted)
+    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> None:
+        super()._credit_drafters(sequence, run, num_accepted, num_drafted)
         said = {name: tokens for name, tokens, *_ in sequence.proposed}
         self.runs.append({name: _num_same(tokens, run[:num_accepted]) for name, tokens in said.items()})
 

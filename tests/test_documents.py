@@ -33,7 +33,10 @@ DOCUMENTS = sorted(
 
 MOST_WORDS_OF_A_KEY = 15
 MOST_BYTES_OF_A_PICTURE = 200_000
-FLAGS_OF_OTHERS = ("--build-arg", "--device", "--help", "--read-only", "--secret", "--set", "--steps", "--stop-timeout")
+FLAGS_OF_OTHERS = (
+    *("--build-arg", "--device", "--help", "--matmul-precision", "--read-only", "--secret", "--set", "--steps"),
+    "--stop-timeout",
+)
 """Of docker, helm and scripts, that begin a code span."""
 
 

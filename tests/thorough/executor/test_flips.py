@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.flips import Case, FlipRuns, Texts, random_model
+from benchmarks.flips import Case, FlipRuns, Texts, num_blocks, random_model
 from cluster.models.demos import demo_folder
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, ModelSource, load_model
 
 TEXTS = Texts(num_prompt=48, num_output=40)
@@ -19,7 +20,11 @@ def wide() -> LoadedModel:
 
 
 def differing(loaded: LoadedModel, tile_tokens: int | None) -> tuple[int, int]:
-    runs = FlipRuns(loaded, tile_tokens, TEXTS, 6)
+    most = max(case.batch for case in CASES)
+    runner = ModelRunner(
+        loaded, num_blocks=num_blocks(TEXTS, most), num_state_slots=2 * most + 2, tile_tokens=tile_tokens
+    )
+    runs = FlipRuns(runner, TEXTS, most)
     found = [runs.compare(case) for case in CASES]
     return sum(flips.num_positions for flips in found), sum(flips.num_bits for flips in found)
 
