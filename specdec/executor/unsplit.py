@@ -8,6 +8,7 @@ it used, and at no other number of rows.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import specdec
 from specdec.executor.runner import choose_kernel
 from specdec.models.loading import LoadedModel
 
@@ -119,9 +119,10 @@ def _cache_folder() -> Path:
 
 
 def _kind(device: torch.device) -> str:
-    """Of a device, and of what computes on it, as a file name."""
+    """Of a device, and of what computes on it, our kernel too, as a file name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    computed_by = f"specdec-{specdec.__version__}-torch-{version('torch')}-triton-{version('triton')}"
+    kernel = hashlib.sha256((Path(__file__).parents[1] / "kernels/triton/product.py").read_bytes()).hexdigest()[:8]
+    computed_by = f"torch-{version('torch')}-triton-{version('triton')}-{kernel}"
     return re.sub(r"[^\w.+-]+", "-", f"{name}-{computed_by}")
 
 

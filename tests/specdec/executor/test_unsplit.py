@@ -97,7 +97,7 @@ def test_what_was_shown_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert use_unsplit_products(tiny(), (32, 64), tmp_path)["60x64 float16"] == [32, 64]
     assert asked == [[64]] * 5
     (file,) = tmp_path.iterdir()
-    assert file.name.startswith("products-cpu-specdec-")
+    assert file.name.startswith("products-cpu-torch-")
     assert json.loads(file.read_text())["60x64 float16"] == {"16": False, "32": True, "64": True}
     file.write_text("{")
     assert use_unsplit_products(tiny(), (16, 32), tmp_path) == first, "a file that is broken says nothing"
