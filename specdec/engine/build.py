@@ -290,7 +290,10 @@ def _build(
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
     limits = _executor_limits(loaded, length, options, num_branches, num_chained_passes)
     if options.strict_tile_tokens == 0:
-        use_unsplit_products(loaded, () if limits is None else limits.graph_sizes)
+        if limits is None:
+            raise ModelLoadError(f"{loaded.name}: strict_tile_tokens: 0 needs recorded steps: set executor: graphs")
+        with allocation(MemoryPlanError, f"the products of {loaded.name} that are compared do not fit"):
+            use_unsplit_products(loaded, limits.graph_sizes)
     memory = _planned(
         loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size, limits
     )

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -73,10 +74,11 @@ def use_unsplit_products(loaded: LoadedModel, sizes: Sequence[int], folder: Path
     Returns:
         By shape, the sizes at which the library splits nothing.
     """
-    file = (folder or _cache_folder()) / f"products-{_kind(loaded.device)}.json"
     shown: dict[str, dict[str, bool]] = {}
+    file = (folder or _cache_folder()) / f"products-{_kind(loaded.device)}.json"
     with suppress(OSError, ValueError):
-        shown = json.loads(file.read_text())
+        kept = json.loads(file.read_text())
+        shown = kept if isinstance(kept, dict) else {}
     found: dict[str, list[int]] = {}
     num_before = sum(map(len, shown.values()))
     for module in loaded.model.modules():
@@ -115,7 +117,10 @@ def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _cache_folder() -> Path:
-    return Path.home() / ".cache" / "specdec"
+    try:
+        return Path.home() / ".cache" / "specdec"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "specdec"
 
 
 def _kind(device: torch.device) -> str:

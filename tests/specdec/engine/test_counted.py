@@ -367,11 +367,8 @@ def test_a_draft_is_an_upload_for_each_pass_and_one_download(
         assert (seen.num_uploads, len(downloads)) == (num_tokens, 1)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 8])
-@pytest.mark.parametrize("num_guesses", [0, 2])
-def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
-    num_tokens: int, num_guesses: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Keys of the recorded passes that are launched from now on."""
     launched: list[object] = []
     launch = Graphs.launch
 
@@ -380,6 +377,15 @@ def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
         return launch(self, key)
 
     monkeypatch.setattr(Graphs, "launch", note)
+    return launched
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("num_guesses", [0, 2])
+def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
+    num_tokens: int, num_guesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = launches(monkeypatch)
     for num_rows in 1, 64:
         drafter = Drafter(("greedy", "noise", "top_p"), num_rows, 8, num_chained_passes=8, num_guesses=3)
         drafter.step(num_tokens, num_guesses)
@@ -429,14 +435,7 @@ def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypa
 def test_drafts_of_heads_are_one_upload_one_launch_and_one_download_beside_the_step(
     method: str, num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[object] = []
-    launch = Graphs.launch
-
-    def note(self: Graphs[Any, Any], key: object) -> object:
-        launched.append(key)
-        return launch(self, key)
-
-    monkeypatch.setattr(Graphs, "launch", note)
+    launched = launches(monkeypatch)
     target = Target("llama", ["greedy", "noise", "top_p"], num_rows, 3, True, heads=method, folder=tmp_path)
     for _ in range(3):
         target.step()

@@ -10,6 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from specdec.core.errors import ModelLoadError
+from specdec.engine import build
 from specdec.engine.build import BackendOptions, build_target
 from specdec.executor import unsplit
 from specdec.executor.runner import ModelRunner
@@ -99,13 +100,20 @@ def test_what_was_shown_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("products-cpu-torch-")
     assert json.loads(file.read_text())["60x64 float16"] == {"16": False, "32": True, "64": True}
-    file.write_text("{")
-    assert use_unsplit_products(tiny(), (16, 32), tmp_path) == first, "a file that is broken says nothing"
+    for broken in ("{", "[]"):
+        file.write_text(broken)
+        assert use_unsplit_products(tiny(), (16, 32), tmp_path) == first, "a file that is broken says nothing"
 
 
 def test_without_a_gpu_they_are_refused() -> None:
     assert no_unsplit_reason(tiny()) == "whole steps (strict_tile_tokens: 0) need a CUDA GPU, not cpu"
     with pytest.raises(ModelLoadError, match=r"strict is not possible with .*: whole steps"):
+        build_target(source(), BackendOptions(strict_tile_tokens=0))
+
+
+def test_steps_that_are_not_recorded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "no_unsplit_reason", lambda _: "")
+    with pytest.raises(ModelLoadError, match="strict_tile_tokens: 0 needs recorded steps: set executor: graphs"):
         build_target(source(), BackendOptions(strict_tile_tokens=0))
 
 
