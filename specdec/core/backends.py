@@ -90,7 +90,7 @@ class Verification(NamedTuple):
         is_forced: Whether the draft was not the job's but the backend's own.
         reason: What went wrong, if the job has failed.
         next_draft: What the backend itself proposes after ``run``, if anything.
-        own: What it drafted itself in the place of the job's draft; None where that was verified.
+        own: What it drafted itself in the place of the job's draft, of a suspect too; None where it did not.
     """
 
     status: Status

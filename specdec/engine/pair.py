@@ -192,10 +192,10 @@ class PairedTarget:
             known = _drafts_of(drafting)
             drafts = {place: known.get(place, Draft(source="chain")) for place in drafts}
         for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            if place in drafts and not result.is_forced and result.status in (Status.DECIDED, Status.SUSPECT):
+                results[place] = result._replace(own=drafts[place])
             if result.status is Status.DECIDED:
                 self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
-                if place in drafts and not result.is_forced:
-                    results[place] = result._replace(own=drafts[place])
             elif job.key in self._sequences:
                 self._sequences[job.key].is_decoding = False
         return results

@@ -190,7 +190,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             elif result.status is Status.FAILED:
                 self._end_with_error(sequence, result.reason)
             elif result.status is Status.SUSPECT:
-                self._suspect([sequence], result.reason, had_draft=bool(job.draft) or job.most_own > 0)
+                self._suspect([sequence], result.reason, had_draft=bool(job.draft) or result.own is not None)
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 

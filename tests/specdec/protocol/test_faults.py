@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from specdec.core.backends import Proposal, Status, Verification
+from specdec.core.drafts import Draft
 from specdec.core.errors import DeviceLostError
 from specdec.core.messages import Ack, Plan
 from specdec.protocol import worker
@@ -18,6 +19,8 @@ from tests.specdec.protocol.test_target import TIMES, Oracle, open_message
 class Faulty(Oracle):
     """Raises in every step that ``poison`` is in; ``failing`` fails by itself."""
 
+    own = None
+
     def __init__(self, *, poison=None, failing=None, status=Status.FAILED, error=None, **options):
         super().__init__(**options)
         self.poison, self.failing, self.status = poison, failing, status
@@ -27,7 +30,7 @@ class Faulty(Oracle):
         results = super().verify(jobs)
         if self.poison in [job.key for job in jobs]:
             raise self.error
-        failed = Verification(self.status, reason="its hook raised")
+        failed = Verification(self.status, reason="its hook raised", own=self.own)
         return [failed if job.key == self.failing else result for job, result in zip(jobs, results, strict=True)]
 
 
@@ -55,6 +58,20 @@ def test_a_suspect_of_the_backend_is_tried_alone_and_ends_the_second_time():
     assert ends(machine) == {"b": ("error", "its hook raised")}
     report = machine.metrics()
     assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (0, 1, 1)
+
+
+def test_a_suspect_with_a_draft_of_its_backend_is_tried_without_it_first():
+    """What the backend itself drafted may be at fault: it does not count as a failure of the sequence alone."""
+    backend = Faulty(failing="b", status=Status.SUSPECT)
+    backend.own = Draft((7,), source="chain")
+    machine = machine_of(backend, "abc")
+    machine.step(0.0)
+    backend.own = None
+    for _ in range(3):
+        machine.step(0.0)
+    assert keys(machine) == [("a", "b", "c"), ("b",), ("b",), ("a", "c")]
+    assert ends(machine) == {"b": ("error", "its hook raised")}
+    assert machine.metrics()["num_suspects"] == 2
 
 
 def test_a_sequence_that_failed_alone_once_goes_on():
