@@ -420,10 +420,15 @@ class Resync(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=True):
-    """Worker to router: a heartbeat with the worker's metrics."""
+    """Worker to router: a heartbeat with the worker's metrics.
+
+    Attributes:
+        numeric: A target's numeric contract (rule 17); empty where it names none.
+    """
 
     worker: str
     metrics: dict[str, float] = {}
+    numeric: str = ""
 
 
 ToRouterFromIngress = Submit | Want | Cancel

@@ -28,6 +28,7 @@ its log and the hash of that many tokens. The rules, by the numbers under which 
     numeric contract, on a target that is known to have it.
 16. Whoever was in a step that failed, or on a target that died, is tried again apart from others until it has taken a
     step. Who fails alone twice ends with an error, and nothing is opened again without end.
-17. A target names its numeric contract with its first tokens. Where bits keep to it, it is the sequence's from then on:
-    targets of another refuse it, and where no other is left it ends with an error, or goes on and says so.
+17. A target names its numeric contract in its heartbeats, and with a sequence's first tokens. Where bits keep to it, it
+    is the sequence's from then on: targets of another refuse it, and where no other is left it ends with an error, or
+    goes on and says so.
 """

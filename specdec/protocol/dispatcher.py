@@ -122,7 +122,7 @@ class Worker:
         is_silent: Nothing was heard for too long; it gets no sequence until it is heard again.
         is_draining: It takes no sequences any more (rule 15).
         is_other_model: It has refused a sequence because its model is another (rule 14).
-        numeric: The numeric contract that it has told with tokens (rule 17); empty until then.
+        numeric: The numeric contract that its heartbeats name (rule 17); empty before the first.
         asked_s: When it was sent a renewal that it has not answered yet.
         num_links: Links to it: its load.
         prefixes: What it was given to read.

@@ -332,9 +332,6 @@ class RouterMachine:
         if not self._takes(session, message):
             self._dispatcher.reopen(session, session.target, "another history", now_s)
             return
-        worker = self.workers.get(session.target.worker)
-        if worker is not None:
-            worker.numeric = message.numeric or worker.numeric
         if message.tokens:
             session.decided_by(message.numeric)
         if message.tokens or message.finish is not None:
@@ -399,7 +396,7 @@ class RouterMachine:
             self.worker_joined(message.worker, worker.kind, now_s)
             worker = self.workers.get(message.worker)
             assert worker is not None, "it has just joined"
-        worker.last_seen_s, worker.metrics = now_s, message.metrics
+        worker.last_seen_s, worker.metrics, worker.numeric = now_s, message.metrics, message.numeric
         was_draining, worker.is_draining = worker.is_draining, bool(message.metrics.get("is_draining"))
         if worker.is_draining and not was_draining:
             self._dispatcher.hand_over(self._sessions, now_s)

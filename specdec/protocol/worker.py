@@ -99,7 +99,7 @@ class WorkerMachine(Generic[R]):
         """Take no sequences any more, and say so; those that are here go on, or are opened elsewhere (rule 15)."""
         self.is_draining = True
         for router in self._routers | {sequence.router for sequence in self._sequences}:
-            self._outbox.put(router, Alive(self.name, self.metrics()))
+            self._tell_alive(router)
 
     @property
     def is_drained(self) -> bool:
@@ -178,7 +178,10 @@ class WorkerMachine(Generic[R]):
     def _on_live(self, message: Live, now_s: float) -> None:
         self._routers.add(message.router)
         self.renew(message, now_s)
-        self._outbox.put(message.router, Alive(self.name, self.metrics()))
+        self._tell_alive(message.router)
+
+    def _tell_alive(self, router: str) -> None:
+        self._outbox.put(router, Alive(self.name, self.metrics(), self.numeric))
 
     def _resync(self, router: str, seq: str, epoch: Epoch, why: str) -> None:
         sequence = self._sequences.get(seq)

@@ -64,7 +64,7 @@ ALL = (
     m.Close("s", EPOCH),
     m.Live("r", (("s", EPOCH),)),
     m.Resync("w", "s", EPOCH, 3, "evicted"),
-    m.Alive("w", {"num_steps": 3.0}),
+    m.Alive("w", {"num_steps": 3.0}, "contract"),
 )
 
 

@@ -12,6 +12,7 @@ from specdec.core.messages import (
     Close,
     End,
     Epoch,
+    Live,
     NewTokens,
     Open,
     Plan,
@@ -41,6 +42,9 @@ def test_a_target_refuses_what_has_begun_by_another_contract_and_names_its_own()
         if not expected:
             machine.step(0.0)
             assert [message.numeric for message in machine.take_outbox()["R"]] == [own]
+        machine.receive(Live("R", ()), 0.0)
+        machine.drain(0.0)
+        assert [message.numeric for message in machine.take_outbox()["R"]] == [own, own]
 
 
 def begun(numeric="a", **options):
@@ -96,10 +100,8 @@ def draining(**options):
 
 
 def told(machine, worker, numeric):
-    """A target has begun another sequence, and told its contract."""
-    submit(machine, "u")
-    (opened,) = (message for message in machine.take_outbox()[worker] if isinstance(message, Open))
-    machine.receive(replace(verdict(0, (0,)), seq="u", epoch=opened.epoch, numeric=numeric), 0.0)
+    """A target without sequences has told its contract."""
+    machine.receive(Alive(worker, numeric=numeric), 0.0)
     machine.step(2.0)
 
 
@@ -120,10 +122,9 @@ def test_one_of_a_target_that_drains_is_finished_by_it_where_no_other_is_known_t
 
 def test_one_of_a_target_that_drains_is_handed_to_another_of_its_contract():
     machine = draining(keeps_numeric=True)
-    join(machine, "T2")
+    submit(machine, "u")
+    join(machine, "T2")  # it is loaded less than T1, and nothing is known of it
     told(machine, "T1", "a")
-    for seq in ("v", "w"):
-        submit(machine, seq)  # T1 is now loaded more than T2, of which nothing is known
     sent = machine.take_outbox()
     assert Close("s", Epoch(1, 0)) in sent["T0"]
     assert [message.numeric for message in sent["T1"] if isinstance(message, Open) and message.seq == "s"] == ["a"]
