@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision(options.matmul_precision or ("highest" if options.device == "cpu" else "high"))
+    options.work.mkdir(parents=True, exist_ok=True)
     if options.command:
         options.run(options)
         return
@@ -331,6 +332,8 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 def _chat_drafter(options: argparse.Namespace) -> None:
+    if not (options.draft / "config.json").is_file():
+        raise SystemExit(f"chat_drafter: no draft in {options.draft}; run: specdec demo make chat")
     on, tokenizer = chat.load_target(make_chat_target(options.target)), AutoTokenizer.from_pretrained(options.target)
     draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32)
     chats = chat.read_chats(options.work, options.window_tokens, on.config.hidden_size)
