@@ -4,7 +4,8 @@
 
 Router, ingress, target and drafters are the service's own, each worker on a thread of its own, and their messages
 travel as bytes within this process. A step takes its time by the clock; tokens come from scripts. Every pair decodes
-the same texts in two ways, one after the other, and has a ratio of tokens per second.
+the same texts in two ways, one after the other, and has a ratio of tokens per second. Rows give means, with their 95%
+intervals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.emulation import EmulatedDevice, EmulatedDrafter, EmulatedTarget, step_cost
 from benchmarks.limits import ScriptedPair
@@ -70,6 +71,13 @@ def _num_same(tokens: Sequence[int], run: Sequence[int]) -> int:
     return next(
         (i for i, (one, other) in enumerate(zip(tokens, run, strict=False)) if one != other), min(len(tokens), len(run))
     )
+
+
+class Rates(NamedTuple):
+    """Tokens per second of texts that begin at once: each text's own, summed; and by the last text to end."""
+
+    each: float
+    last: float
 
 
 @dataclass
@@ -168,8 +176,8 @@ class Swarm:
             if delta.finish is not None:
                 self._ended.pop(delta.seq).set_result(time.monotonic())
 
-    async def decode(self, seeds: Sequence[int], num_tokens: int, most_drafted: int | None) -> float:
-        """Decode texts at once; gives tokens per second, each text's own, summed.
+    async def decode(self, seeds: Sequence[int], num_tokens: int, most_drafted: int | None) -> Rates:
+        """Decode texts at once.
 
         Raises:
             AssertionError: A token is not the script's.
@@ -189,7 +197,7 @@ class Swarm:
         rates = [num_tokens / (ended_s - began_s) for ended_s in await asyncio.gather(*ended)]
         for seq, seed in zip(seqs, seeds, strict=True):
             assert self._tokens.pop(seq) == [self.script.true_token(seed, 1 + i) for i in range(num_tokens)]
-        return sum(rates)
+        return Rates(sum(rates), len(rates) * min(rates))
 
 
 @dataclass(frozen=True)
@@ -206,8 +214,8 @@ class Work:
         return f"{5e3 * step_cost(self.target_cost).seconds(1, 1):g}"
 
 
-Turn = Callable[[Sequence[int]], Coroutine[Any, Any, float]]
-"""Decodes texts of some seeds; gives tokens per second."""
+Turn = Callable[[Sequence[int]], Coroutine[Any, Any, Rates]]
+"""Decodes texts of some seeds."""
 Case = Callable[[Work], Coroutine[Any, Any, str]]
 """Gives a row of the table."""
 
@@ -217,14 +225,14 @@ def seeds_of(pair: int, num_streams: int) -> list[int]:
     return [1000 * (pair + 1) + i for i in range(num_streams)]
 
 
-async def ratios(work: Work, num_streams: int, plain: Turn, drafted: Turn) -> list[float]:
+async def ratios(work: Work, num_streams: int, plain: Turn, drafted: Turn) -> list[Rates]:
     """Of each pair, after one to warm up: tokens per second of the second way over those of the first."""
-    found = []
+    found: list[Rates] = []
     for pair in range(work.num_pairs + 1):
         seeds = seeds_of(pair, num_streams)
         turns = (plain, drafted) if pair % 2 else (drafted, plain)
         rates = {turn: await turn(seeds) for turn in turns}
-        found.append(rates[drafted] / rates[plain])
+        found.append(Rates(*(one / other for one, other in zip(rates[drafted], rates[plain], strict=True))))
     return found[1:]
 
 
@@ -249,7 +257,7 @@ async def slow(work: Work) -> str:
     swarm.stop()
     pair = ScriptedPair(ALPHA, NEXT_GUESS_RATE, step_cost(work.target_cost), step_cost(work.draft_cost))
     limit = pair.outcomes(NUM_DRAFT_TOKENS, NUM_BRANCHES) / pair.alone()
-    return _row("one drafter over plain", found, f"limit {limit:.2f}, share {interval(found)[0] / limit:.2f}")
+    return _row("one drafter over plain", found, f"limit {limit:.2f}")
 
 
 def tokens_a_round(scripts: Sequence[Script], work: Work) -> float:
@@ -327,9 +335,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def _row(name: str, found: Sequence[float], shown: str) -> str:
-    mean, low, high = interval(found)
-    return f"| {name} | {mean:.3f} | {low:.3f} to {high:.3f} | {shown} |"
+def _row(name: str, found: Sequence[Rates], shown: str) -> str:
+    of_each, of_last = ("{:.3f} ({:.3f} to {:.3f})".format(*interval(values)) for values in zip(*found, strict=True))
+    return f"| {name} | {of_each} | {of_last} | {shown} |"
 
 
 def main() -> None:
@@ -342,7 +350,7 @@ def main() -> None:
     parser.add_argument("--draft", default="60")
     given = parser.parse_args()
     work = Work(given.pairs, given.tokens, given.target, given.draft)
-    print("| what | ratio | 95% interval | |\n|---|---|---|---|")
+    print("| what | rate, each text's own | by the last text to end | |\n|---|---|---|---|")
     for name in given.cases:
         print(asyncio.run(CASES[name](work)), flush=True)
 

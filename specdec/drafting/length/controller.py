@@ -32,6 +32,8 @@ MARGIN, GAIN = 0.05, 0.1
 CAUTION = 0.9
 """What a mode that was never measured is taken to give, of what its formula says beside the target alone's."""
 PROBE = Choice("sequential", 2)
+SHARED_PROBE = PROBE._replace(mode="overlap")
+"""Of a sequence that shares its target's steps: one that waited for its draft would miss the next of them."""
 PROBE_ROUNDS = 8
 PROBE_SHARE = 0.005
 """Part of the target's rows that carry a probe's drafts."""
@@ -248,8 +250,6 @@ class Controller(PlanController):
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
-        modes = self.bounds.modes
-        self._probe = PROBE if PROBE.mode in modes else PROBE._replace(mode="overlap")
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerMetrics] = {}
         self._groups: dict[str, Group] = {}
@@ -343,10 +343,13 @@ class Controller(PlanController):
         group.review(conditions, mean_rate, bounds, now_s)
         if conditions is not None and group.choice != OFF:
             group.named = group.drafters.choose(self._kinds, conditions.target, conditions.num_rows, now_s)
-        probing = group.probe(able) if conditions is not None else None
+        probing, probe = None, PROBE
+        if conditions is not None:
+            probing = group.probe(able)
+            if conditions.num_rows > 1 or PROBE.mode not in bounds.modes:
+                probe = SHARED_PROBE
         plans = {
-            seq: self._plan(self._sequences[seq], self._probe if seq == probing else group.choice, group)
-            for seq in seqs
+            seq: self._plan(self._sequences[seq], probe if seq == probing else group.choice, group) for seq in seqs
         }
         return {seq: plan for seq, plan in plans.items() if self._sequences[seq].follow(plan)}
 

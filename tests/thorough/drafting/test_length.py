@@ -53,8 +53,31 @@ def test_a_draft_that_is_always_wrong_is_off_after_fifty_rounds(num_sequences: i
     service = Service(Pair(0.0, 0.1, hit=0.0))
     service.begin(num_sequences)
     service.run_rounds(50 * num_sequences)
+    num_offers = service.target.counters.num_offers
     num_drafts, _, _ = service.run_rounds(1000 * num_sequences)
-    assert 0 < num_drafts <= 0.02 * 1000 * num_sequences
+    assert num_drafts <= 0.02 * 1000 * num_sequences
+    assert service.target.counters.num_offers > num_offers, "now and then it is tried"
+
+
+@pytest.mark.parametrize("pair", [Pair(0.0, 0.2, hit=0.0), Pair(0.9, 5.0)], ids=["lies", "late"])
+def test_a_sequence_that_probes_beside_others_misses_no_step(pair: Pair) -> None:
+    service, num_tokens = Service(pair), 96
+    service.burst(16, num_tokens)
+    counters, num_probes = service.target.counters, 0
+    for _ in range(5):
+        num_steps, num_offers = counters.num_steps, counters.num_offers
+        service.burst(16, num_tokens)
+        assert counters.num_steps - num_steps == num_tokens
+        num_probes += counters.num_offers > num_offers
+    assert num_probes > 1
+
+
+def test_a_probe_beside_others_learns_how_often_a_draft_is_right() -> None:
+    """The target has no time for drafts, whatever they are worth."""
+    service = Service(Pair(0.9, 0.2, free_tokens=16))
+    for _ in range(6):
+        service.burst(16, 96)
+    assert service.controller._acceptance.rate((1.0,)) > 0.7
 
 
 def test_off_where_the_workers_share_what_they_run_on() -> None:
