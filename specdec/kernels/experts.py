@@ -49,7 +49,7 @@ def tiled_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         inner = _product(experts, first, number, hidden_states)
         inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
         output = _product(experts, "down_proj", number, inner)
-        if experts.has_post_expert_norm:
+        if getattr(experts, "has_post_expert_norm", False):  # transformers 5.17 knows none
             output = experts.post_expert_norm(output)
         weight = (top_k_weights * chosen).sum(1, keepdim=True)
         total += (output * weight).float().masked_fill_(~chosen.any(1, keepdim=True), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,12 @@ def delta_rule(num_tokens: int, dtype: torch.dtype, by_channel: bool = False) ->
     value = randn(1, 4, num_tokens, 12, dtype=dtype).transpose(1, 2)
     decay = -randn(1, num_tokens, 4, *([10] if by_channel else [])).abs()
     beta = randn(1, num_tokens, 4, dtype=dtype).sigmoid()
-    stock = chunk_kimi_delta_attention if by_channel else torch_chunk_gated_delta_rule
+
+    def grouped(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Any:
+        repeated = (x.repeat_interleave(2, 2) for x in (query, key))  # transformers 5.17 leaves that to the layer
+        return torch_chunk_gated_delta_rule(*repeated, value, **more)
+
+    stock = chunk_kimi_delta_attention if by_channel else grouped
     return DeltaRule(stock, query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)
 
 
