@@ -398,14 +398,17 @@ def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:
     """The request's bound on draft tokens per round; None where it leaves that to the service.
 
     Raises:
-        InvalidParameterError: The bound is not allowed, drafts are both asked for and switched off, or they are asked
-            for of the draft itself.
+        InvalidParameterError: The bound is not allowed, drafts are both asked for, or drafters named, and switched off,
+            or they are asked for of the draft itself.
     """
     bound = validated_num_speculative_tokens(body.num_speculative_tokens)
     if bound and body.disable_spec_decode:
         raise InvalidParameterError(
             "disable_spec_decode", f"disable_spec_decode and num_speculative_tokens ({bound}) exclude each other"
         )
+    off = "disable_spec_decode" if body.disable_spec_decode else "num_speculative_tokens (0)" if bound == 0 else ""
+    if off and body.drafters:
+        raise InvalidParameterError("drafters", f"drafters and {off} exclude each other; drafters: [] goes with it")
     if bound and body.drafters == []:
         raise InvalidParameterError("drafters", f"drafters: [] and num_speculative_tokens ({bound}) exclude each other")
     if bound and model.role == "draft":

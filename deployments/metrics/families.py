@@ -315,6 +315,7 @@ REPORTED = [
     ),
     _counter(_ROUTER, "num_refused_model", "Sequences that a router refused because they are of another model."),
     _counter(_ROUTER, "num_refused_draining", "Sequences that a router refused because it drains."),
+    _counter(_ROUTER, "num_unknown_drafters", "Sequences that name a drafter which their router lacks."),
     _counter(_WORKERS, "num_fallbacks", "Sequences that ran without speculation, by reason.", labels=("reason",)),
     _counter(_ALL, "num_config_errors", "Configurations that a replica refused while it served."),
     # What the controller plans, and the estimates behind it.

@@ -291,6 +291,7 @@ class RouterMachine:
             return
         if held is not None:
             self._end(held)
+        self.counters.num_unknown_drafters += not set(message.spec.drafters) <= set(self.drafters)
         session.begin_span(self.tracer)
         if session.is_planned:
             session.plan = self.planning.opened(message.seq, message.spec)

@@ -303,6 +303,7 @@ class RouterCounters:
         num_sequence_errors: Sequences that ended with an error, decided by a target or here.
         num_refused_model: Sequences that were refused because they are of another model.
         num_refused_draining: Sequences that were refused because this router drains.
+        num_unknown_drafters: Sequences whose request names a drafter that this router does not have.
         num_handed_over: Sequences that were taken from a worker that drains.
         num_dropped_messages: Verdicts and offers of an incarnation that is over.
         num_placements: Choices of a target among several, by whether the one chosen was known to have any of the
@@ -316,6 +317,7 @@ class RouterCounters:
     num_sequence_errors: int = 0
     num_refused_model: int = 0
     num_refused_draining: int = 0
+    num_unknown_drafters: int = 0
     num_handed_over: int = 0
     num_dropped_messages: int = 0
     num_reusable_prompt_tokens: int = 0

@@ -130,7 +130,9 @@ async def test_a_drafter_that_there_is_not_is_refused_with_those_that_there_are(
     for fields, says in (
         ({"drafters": ["cpu", "tpu"]}, "must be of drafter, cpu; got 'tpu'"),
         ({"drafters": ["cpu"], "model": "demo-draft"}, r"must be []: nothing drafts apart for 'demo-draft'"),
-        ({"drafters": [], "num_speculative_tokens": 2}, "exclude each other"),
+        ({"drafters": [], "num_speculative_tokens": 2}, "num_speculative_tokens (2) exclude each other"),
+        ({"drafters": ["cpu"], "num_speculative_tokens": 0}, "num_speculative_tokens (0) exclude each other"),
+        ({"drafters": ["cpu"], "disable_spec_decode": True}, "drafters and disable_spec_decode exclude each other"),
     ):
         error = await refused("/v1/completions", BASE | fields)
         assert error["param"] == "drafters"

@@ -162,6 +162,15 @@ def test_those_draft_that_a_request_names():
     assert several(sampling=rejection, drafters=("cpu", "gpu")) == ({"cpu"}, 3)
 
 
+def test_a_router_counts_who_names_a_drafter_that_it_lacks():
+    machine = router("T0", drafters=("drafter", "cpu"))
+    for seq, names in (("a", ()), ("b", ("cpu",)), ("c", ("cpu", "gone")), ("d", ("gone",))):
+        spec = replace(SPEC, drafters=names)
+        for _ in range(2):  # it is sent again until it is heard
+            machine.receive(Submit(seq, 1, "I", SharedTokens(PROMPT), spec), 0.0)
+    assert machine.metrics()["num_unknown_drafters"] == 2
+
+
 def test_a_verdict_is_acknowledged_committed_and_told():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
