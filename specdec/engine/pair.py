@@ -184,10 +184,13 @@ class PairedTarget:
                 else job
                 for place, job in enumerate(jobs)
             ]
-        results = self._target.verify(jobs)
-        if unread is not None:
-            unread.read()  # where the target has come to none of them
+        try:
+            results = self._target.verify(jobs)
+            if unread is not None:
+                unread.read()  # where the target has come to none of them
+        finally:
             self._drafter.rest()
+        if unread is not None:
             # Nothing is left of one that had no finite numbers, though as many tokens were verified.
             known = _drafts_of(drafting)
             drafts = {place: known.get(place, Draft(source="chain")) for place in drafts}
@@ -215,8 +218,6 @@ class PairedTarget:
         if suspect is not None:
             self._draw([suspect])
             suspect.sequence.is_suspect = not suspect.drawn
-        if unread is None:
-            self._drafter.rest()
         return wanted, unread
 
     def _wanted(self, place: int, job: VerifyJob) -> _Drafting | None:

@@ -94,6 +94,8 @@ class LastRound:
             self._target(step)
             self._drafts, self._drafting = tuple(self._drafting), []
         else:
+            if step.since_ns == step.start_ns:  # the first of a round: the round before may have failed
+                self._drafting = []
             own = LastStep()
             own(step)
             self._drafting.append(own.interval())

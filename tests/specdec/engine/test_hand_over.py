@@ -290,8 +290,9 @@ def test_what_a_pair_has_that_drains_goes_on_with_another_pair() -> None:
     assert min(first.num_handed, second.num_handed) > 20
 
 
-def test_steps_are_told_of_as_where_drafts_are_read_first() -> None:
-    """A draft's step ends, and the target's begins, when the drafts are read."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_are_told_of_as_where_drafts_are_read_first(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's step ends, and the target's begins, when the drafts are read. One of the target's may fail after it."""
     cases: list[Case] = [replace(case, eos_token_ids=()) for case in make_cases(GREEDY)[:2]]
     steps: list[StepRecord] = []
     time = iter(range(1_000_000))
@@ -300,12 +301,21 @@ def test_steps_are_told_of_as_where_drafts_are_read_first() -> None:
         kind(one, [steps.append], lambda: next(time))
         for kind, one in ((ObservedTarget, target), (ObservedDrafter, drafter))
     ]
-    paired = PairedTarget(*observed, NUM_DRAFT_TOKENS)
-    run(InProcessService(paired, None, 0), cases)
+    paired, decide = PairedTarget(*observed, NUM_DRAFT_TOKENS), target._results
+
+    def failing(*args: Any) -> Any:
+        if fails and steps and steps[-1].role == "drafter" and not service.target.counters.num_failed_steps:
+            raise RuntimeError("no such kernel")
+        return decide(*args)
+
+    monkeypatch.setattr(target, "_results", failing)
+    service = InProcessService(paired, None, 0)
+    run(service, cases)
+    assert service.target.counters.num_failed_steps == fails
     pairs = [(one, two) for one, two in pairwise(steps) if one.role == "drafter"]
     assert len(pairs) > 2
     for draft, verify in pairs:
         assert verify.role == "target"
         assert draft.since_ns == draft.start_ns < draft.end_ns < verify.start_ns < verify.end_ns
-        assert draft.num_passes == NUM_DRAFT_TOKENS
+        assert draft.num_passes == NUM_DRAFT_TOKENS or fails
         assert all(token.token >= 0 for result in draft.results for token in (result, *result.further))

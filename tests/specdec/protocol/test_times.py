@@ -93,14 +93,22 @@ def test_a_target_that_drafts_itself_notes_the_steps_of_its_own_draft_model():
 
 
 def test_a_round_of_a_pair_is_its_draft_steps_and_the_targets():
+    """A draft step goes on from the one before, unless it is the first of its round; the fourth round has failed."""
     last, rounds = LastRound(), []
-    for number, role in enumerate(("target", "drafter", "drafter", "target", "drafter", "target")):
+    for number, (role, goes_on) in enumerate(
+        (
+            *(("target", False), ("drafter", False), ("drafter", True), ("target", False)),
+            *(("drafter", False), ("target", False), ("drafter", False), ("drafter", True)),
+            *(("drafter", False), ("target", False)),
+        )
+    ):
         start_ns = number * 1_000_000_000
-        last(StepRecord(role, start_ns, start_ns + 500_000_000, start_ns, 1, 1, 0, True, False, 1))
+        since_ns = start_ns - 500_000_000 * goes_on
+        last(StepRecord(role, start_ns, start_ns + 500_000_000, since_ns, 1, 1, 0, True, goes_on, 1))
         if role == "target":
             (start_s, end_s), drafts = last.interval(), last.draft_intervals()
             rounds.append([[round(at - start_s, 3) for at in one] for one in ((start_s, end_s), *drafts)])
-    assert rounds == [[[0, 0.5]], [[0, 0.5], [-2, -1.5], [-1, -0.5]], [[0, 0.5], [-1, -0.5]]]
+    assert rounds == [[[0, 0.5]], [[0, 0.5], [-2, -1.5], [-1, -0.5]], *2 * [[[0, 0.5], [-1, -0.5]]]]
 
 
 def test_the_newest_step_is_told_by_the_wall_clock():
