@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.core.messages import Candidates
 from specdec.core.types import Tokens
-from specdec.sampling.on_kernels import KernelSampler, LaidOut, Launched
+from specdec.sampling.on_kernels import LaidOut, Launched
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
 from specdec.sampling.rows import LogprobReport, RowGroup, Rows, VerifiedRun, on_device, row_slices
@@ -107,11 +107,13 @@ class Decision:
         self._sampler, self._candidates, self._kernels = sampler, candidates, sampler.kernels(device)
         rows = Rows(self.groups)
         self._slices = list(row_slices(rows.counts, sampler.vocab_size))
-        self._laid_out: LaidOut | None = None
+        self._parts: list[LaidOut] = []
         self._launched: Launched | None = None
-        if self._kernels is not None and len(self._slices) == 1:
-            self._laid_out = self._kernels.lay_out(rows, candidates)
-        self.arrays: Sequence[NDArray[Any]] = () if self._laid_out is None else self._laid_out.arrays
+        if self._kernels is not None:
+            for number, (part, _) in enumerate(self._slices):
+                own = rows.part(range(len(self.groups))[part])
+                self._parts.append(self._kernels.lay_out(own, candidates[part], number))
+        self.arrays: Sequence[NDArray[Any]] = [values for part in self._parts for values in part.arrays]
         self._decided = Decided([], [], _NO_FLAGS)
 
     def launch(
@@ -129,10 +131,8 @@ class Decision:
             sent: :attr:`arrays` on the device, if they are there.
             drawn: int32 [D], there, the tokens that drafts name by :func:`specdec.executor.steps.unread`; for kernels.
         """
-        if self._kernels is not None and self._laid_out is not None:
-            self._launched = self._kernels.launch(logits, self._laid_out, sent, flags, drawn)
-        elif self._kernels is not None:
-            self._decided = self._in_parts(self._kernels, logits, flags, drawn)
+        if self._kernels is not None:
+            self._launched = self._kernels.launch(logits, self._parts, sent, flags, drawn)
         else:
             runs: list[VerifiedRun] = []
             for part, rows in self._slices:
@@ -143,16 +143,6 @@ class Decision:
     def collect(self) -> Decided:
         """What was decided."""
         return self._decided if self._launched is None else Decided(*self._launched.collect())
-
-    def _in_parts(self, kernels: KernelSampler, logits: Tensor, flags: Tensor | None, drawn: Tensor | None) -> Decided:
-        runs, logprobs, brought = list[VerifiedRun](), list[LogprobReport](), _NO_FLAGS
-        for part, rows in self._slices:
-            laid_out = kernels.lay_out(Rows(self.groups[part]), self._candidates[part])
-            found = kernels.launch(logits[rows], laid_out, None, None if runs else flags, drawn).collect()
-            brought = brought if runs else found[2]
-            runs += found[0]
-            logprobs += found[1]
-        return Decided(runs, logprobs, brought)
 
 
 def decide(

@@ -80,8 +80,10 @@ class Editor:
         self._biases = WhileAlive[SamplingParams, tuple[NDArray[np.int32], NDArray[np.float32]]]()
         self._allowed = WhileAlive[SamplingParams, Tensor]()
 
-    def lay_out(self, rows: Rows) -> Edits:
-        """The edits of a step, whose groups with a grammar have their masks."""
+    def lay_out(self, rows: Rows, goes_on: bool = False) -> Edits:
+        """The edits of a step, or of a part that goes on with one; its groups with a grammar have their masks."""
+        if not goes_on:
+            self.token_counts.begin_step()
         groups = rows.groups
         parameters = self._parameters.of(groups)
         using, features = parameters["features"], all_features(parameters)

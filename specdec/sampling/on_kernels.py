@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_w
 from specdec.sampling.edits import Editor, Edits, padded
 from specdec.sampling.logprobs import entries_of, logprob_numbers
 from specdec.sampling.parameters import BAD_WORDS, LOGPROBS, MIN_TOKENS, NOISE, PENALTIES, REJECTION, TRUNCATION
-from specdec.sampling.rows import LogprobReport, Rows, VerifiedRun
+from specdec.sampling.rows import LogprobReport, RowGroup, Rows, VerifiedRun
 from specdec.sampling.token_counts import Changes, TokenCounts
 
 _LEAST_CAPABILITY = (8, 0)
@@ -109,8 +110,8 @@ class KernelSampler:
         self._kernels: Any = None
         self._record: Record | None = None
         self._uploads = Uploads(editor.device)
-        self._newest: _Newest | None = None
-        self._staged: tuple[Sequence[Tensor], SampleStep] | None = None
+        self._newest: dict[int, _Newest | None] = {}
+        self._staged: tuple[Tensor, SampleStep] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -125,19 +126,21 @@ class KernelSampler:
             laid_out: The step.
             sent: Its arrays on the device; None brings them there by a transfer of their own.
         """
-        self._decide(logits, self.staged(laid_out, sent), laid_out.rows)
+        self._make_room([laid_out])
+        self._decide(logits, self.staged(laid_out, sent))
         return self._chosen(laid_out.rows)
 
     def score(self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The same, and by what they were chosen, with noise: float32 [N, V]."""
         scores = torch.empty(laid_out.rows.num_rows, self._vocab_size, device=self._device)
-        self._decide(logits, self.staged(laid_out, sent), laid_out.rows, scores)
+        self._make_room([laid_out])
+        self._decide(logits, self.staged(laid_out, sent), scores)
         return self._chosen(laid_out.rows), scores
 
     def launch(
         self,
         logits: Tensor,
-        laid_out: LaidOut,
+        parts: Sequence[LaidOut],
         sent: Sequence[Tensor] | None,
         flags: Tensor | None,
         drawn: Tensor | None = None,
@@ -146,49 +149,58 @@ class KernelSampler:
 
         Args:
             logits: As above.
-            laid_out: The step.
-            sent: Its arrays on the device; None brings them there by a transfer of their own.
+            parts: The step; what is decided at once takes memory.
+            sent: Their arrays on the device; None brings them there by a transfer of their own.
             flags: bool [F], on the device, to be brought along.
             drawn: int32 [D], there, the tokens that drafts name by :func:`specdec.executor.steps.unread`.
         """
-        rows, asking = laid_out.rows, laid_out.asking
-        num_top = [rows.groups[i].spec.sampling.logprobs or 0 for i in asking]
-        most = max((rows.counts[i] for i in asking), default=0)
-        staged = self.staged(laid_out, sent)
-        self._make_room(rows)
+        groups = [group for part in parts for group in part.rows.groups]
+        starts = [*accumulate((len(part.rows.groups) for part in parts), initial=0)]
+        asking = [start + i for start, part in zip(starts, parts, strict=False) for i in part.asking]
+        num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking]
+        most = max((1 + len(groups[i].draft) for i in asking), default=0)
+        sent = self._sent([values for part in parts for values in part.arrays], sent)
+        self._make_room(parts)
         width = 2 + 2 * min(max(2, *num_top, 0), self._vocab_size)
         num_flags = 0 if flags is None else len(flags)
-        record = self._begin_record(num_flags, len(asking) * most, width)
+        record = self._begin_record(len(groups), num_flags, len(asking) * most * width)
         while record.num_under_way:
             record.collect()  # of a step that failed, or was given up
-        if drawn is not None:
-            put_drawn(staged.step.draft, drawn)
-        self._decide(logits, staged, rows)
+        array = row = number = 0
+        for start, part in zip(starts, parts, strict=False):
+            rows, staged = part.rows, self.staged(part, sent[array : array + len(part.arrays)])
+            of_part = logits[row : row + rows.num_rows]
+            self._kernels.record = record.tensors["decided"][start : start + len(rows.groups)]
+            if drawn is not None:
+                put_drawn(staged.step.draft, drawn)
+            self._decide(of_part, staged)
+            if part.asking:
+                numbers = self._logprobs(of_part, staged.step, staged.asking, most, max(num_top)).view(-1)
+                record.tensors["numbers"][number : number + len(numbers)].copy_(numbers)
+                number += len(numbers)
+            array, row = array + len(part.arrays), row + rows.num_rows
         if flags is not None:
             record.tensors["flags"][:num_flags].copy_(flags)
-        if asking:
-            given = record.tensors["numbers"][: len(asking) * most * width]
-            numbers = self._logprobs(logits, staged.step, staged.asking, most, max(num_top))
-            given.copy_(numbers.view(-1))
         # Numbers come last, and are not copied where nobody asks.
         record.download(None if asking else record.layout.offsets["numbers"])
-        return Launched(record, rows, asking, num_top, (len(asking), most, width), num_flags)
+        return Launched(record, groups, self._sizes[2], asking, num_top, (len(asking), most, width), num_flags)
 
-    def lay_out(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = ()) -> LaidOut:
+    def lay_out(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = (), part: int = 0) -> LaidOut:
         """Lay a step out, before its logits are known.
 
         Args:
             rows: Its rows; groups with a grammar have their masks.
             candidates: Of each group, what its draft was drawn from under the rejection rule.
+            part: Which of a step's parts they are, where it has several: they are laid out in order.
         """
         specs = [group.spec for group in rows.groups]
         is_plain = not any(group.mask is not None or group.parents for group in rows.groups)
-        newest = self._newest if is_plain else None
+        newest = self._newest.get(part) if is_plain else None
         if newest is not None and newest.is_like(rows, specs):
             by_row = newest.arrays[0].copy()
             by_row[_POSITION, : rows.num_rows], by_row[_DRAFT, : rows.num_rows] = rows.position_array(), rows.drafts()
             return LaidOut(rows, [by_row, *newest.arrays[1:]], newest.options, newest.asking)
-        edits = self.editor.lay_out(rows)
+        edits = self.editor.lay_out(rows, goes_on=part > 0)
         features = edits.features
         options = {
             "penalties": bool(features & PENALTIES),
@@ -200,23 +212,26 @@ class KernelSampler:
         arrays = [*_laid_out(rows, edits, candidates), asking, *edits.changes]
         laid_out = LaidOut(rows, arrays, options, asking.tolist())
         is_plain = is_plain and not features & (PENALTIES | MIN_TOKENS | BAD_WORDS | REJECTION)
-        self._newest = _Newest(specs, rows.counts, *laid_out[1:]) if is_plain else None
+        self._newest[part] = _Newest(specs, rows.counts, *laid_out[1:]) if is_plain else None
         return laid_out
 
     def staged(self, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> StagedStep:
         """A step that is on the device, until the next one is; by a transfer of its own where none has brought it."""
-        if sent is None or sent[0].device != self._device:
-            sent = self._uploads.send(laid_out.arrays)
+        sent = self._sent(laid_out.arrays, sent)
         counts = self.editor.token_counts
         *arrays, asking = sent[: -len(Changes._fields)]
         if laid_out.options["penalties"]:
             counts.apply(*sent[-len(Changes._fields) :])
-        if self._staged is None or self._staged[0] is not sent or self._staged[1].counts is not counts.counts:
-            self._staged = sent, on_device_as(arrays, counts)
+        if self._staged is None or self._staged[0] is not sent[0] or self._staged[1].counts is not counts.counts:
+            self._staged = sent[0], on_device_as(arrays, counts)
         return StagedStep(self._staged[1], laid_out.options, asking)
 
-    def _decide(self, logits: Tensor, staged: StagedStep, rows: Rows, scores: Tensor | None = None) -> None:
-        self._make_room(rows)
+    def _sent(self, arrays: Sequence[NDArray[Any]], sent: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """Arrays on the device, where they may be already."""
+        is_there = sent is not None and sent[0].device == self._device
+        return sent if sent is not None and is_there else self._uploads.send(arrays)
+
+    def _decide(self, logits: Tensor, staged: StagedStep, scores: Tensor | None = None) -> None:
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
             self._kernels.decide(logits, staged.step, scores=scores, **staged.options)
 
@@ -235,7 +250,7 @@ class KernelSampler:
             num_top: See :func:`logprob_numbers`.
         """
         decided = self._kernels.record.index_select(0, asking)
-        width = decided.shape[1] // 2 - 1
+        width = self._sizes[2]
         tokens, path = decided[:, NUM_FIXED:][:, :most], decided[:, NUM_FIXED + width :][:, : most - 1]
         first = step.first.index_select(0, asking).long().unsqueeze(1)
         of_token = torch.cat((first, first + 1 + path), 1)
@@ -243,8 +258,9 @@ class KernelSampler:
             logits[:, : self._vocab_size], of_token.reshape(-1), tokens.clamp(min=0).long().reshape(-1), num_top
         )
 
-    def _make_room(self, rows: Rows) -> None:
-        needed = rows.num_rows, len(rows.groups), max(rows.counts)
+    def _make_room(self, parts: Sequence[LaidOut]) -> None:
+        of_parts = [(rows.num_rows, len(rows.groups), max(rows.counts)) for rows, *_ in parts]
+        needed = max(one[0] for one in of_parts), max(one[1] for one in of_parts), max(one[2] for one in of_parts)
         if not _holds(self._sizes, needed):
             from specdec.kernels.triton.sample import TritonSampler
 
@@ -252,16 +268,16 @@ class KernelSampler:
             self._kernels = self._record = None  # its buffers go first
             self._kernels = TritonSampler(self._vocab_size, *self._sizes, self._device)
 
-    def _begin_record(self, num_flags: int, num_numbers: int, width: int) -> Record:
-        """The record, which the kernels write from now on."""
-        needed = num_flags, num_numbers * width, 0
+    def _begin_record(self, num_groups: int, num_flags: int, num_numbers: int) -> Record:
+        """The record, which the kernels write."""
+        needed = num_groups, num_flags, num_numbers
         if self._record is None or not _holds(self._room, needed):
             self._room = _doubled(self._room, needed)
-            num_flags, num_numbers, _ = self._room
-            decided = Field("decided", (self._sizes[1], record_width(self._sizes[2])))
+            num_groups, num_flags, num_numbers = self._room
+            # Kernels are compiled anew for lines that are not aligned: those of each part are.
+            decided = Field("decided", (num_groups, _aligned(record_width(self._sizes[2]))))
             others = Field("flags", (num_flags,)), Field("numbers", (num_numbers,), torch.float64)
             self._record = Record(Layout((decided, *others)), self._device, depth=1)
-            self._kernels.record = self._record.tensors["decided"]
         return self._record
 
 
@@ -282,10 +298,15 @@ def _doubled(sizes: _Sizes, needed: _Sizes) -> _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step whose decisions are under way."""
+    """A step whose decisions are under way.
+
+    Attributes:
+        width: Tokens that a group's line of the record has room for.
+    """
 
     record: Record
-    rows: Rows
+    groups: list[RowGroup]
+    width: int
     asking: list[int]
     num_top: list[int]
     numbers_shape: tuple[int, int, int]
@@ -293,11 +314,10 @@ class Launched:
 
     def collect(self) -> tuple[list[VerifiedRun], list[LogprobReport], NDArray[np.bool_]]:
         """Each group's run, what to report of it, and the flags. Waits for them."""
-        arrays, groups = self.record.collect(), self.rows.groups
-        width = arrays["decided"].shape[1] // 2 - 1
+        arrays, groups = self.record.collect(), self.groups
         decided = arrays["decided"][: len(groups)].tolist()
         runs = [
-            _run_down_tree(record, width)
+            _run_down_tree(record, self.width)
             if group.parents
             else VerifiedRun(tuple(record[NUM_FIXED : NUM_FIXED + 1 + record[NUM_ACCEPTED]]), record[NUM_ACCEPTED])
             for record, group in zip(decided, groups, strict=True)

@@ -85,25 +85,28 @@ class TokenCounts:
         self._max_slots = max_slice_rows(vocab_size) if max_slots is None else max_slots
         self._slots: OrderedDict[_Key, _Slot] = OrderedDict()
         self._free: list[int] = []
-        self._is_behind = False
+        self._num_behind = 0
         no_bits = np.zeros((0, self._num_words), np.int32)
         self._no_changes = Changes(np.zeros(0, np.int64), no_bits, np.zeros(0, np.int64), np.zeros(0, np.int32))
         with torch.inference_mode(False):
             self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
             self.prompt_bits = torch.zeros(0, self._num_words, dtype=torch.int32, device=device)
 
+    def begin_step(self) -> None:
+        """A step begins; if one before it has failed, the device may not have had its changes."""
+        if self._num_behind:
+            self._forget()
+
     def counted(self, groups: Sequence[RowGroup]) -> CountedGroups:
-        """Bring the slots of groups with penalties to their logs; :meth:`apply` comes next.
+        """Bring the slots of groups with penalties to their logs; :meth:`apply` comes next, once for each call.
 
         A slot counts what all groups of a sequence have in common, such as a drafter's branches.
         """
-        if self._is_behind:  # a step failed before the device had them
-            self._forget()
         users = _users(groups)
         slots, ahead, changes = self.none_counted(len(groups))
         if not users:
             return CountedGroups(slots, ahead, changes)
-        self._is_behind = True
+        self._num_behind += 1
         self._make_room(users)
         cleared, prompts = list[int](), list[NDArray[np.int32]]()
         at, by = list[NDArray[np.int64]](), list[NDArray[np.int32]]()
@@ -146,7 +149,7 @@ class TokenCounts:
             self.counts.index_fill_(0, cleared, 0)
             self.prompt_bits.index_copy_(0, cleared, prompt_bits)
         self.counts.view(-1).index_add_(0, at, by)
-        self._is_behind = False
+        self._num_behind -= 1
 
     def _make_room(self, users: dict[_Key, list[int]]) -> None:
         """See to it that there is a free slot for each that has none."""
@@ -171,6 +174,7 @@ class TokenCounts:
 
     def _forget(self) -> None:
         self._slots.clear()
+        self._num_behind = 0
         self._free = [*range(len(self.counts))]
 
     def _prompt_bits(self, prompt: TokenArray, params: SamplingParams) -> NDArray[np.int32]:

@@ -40,7 +40,7 @@ from specdec.kernels.sample import record_width
 from specdec.kernels.scan import Mamba1, Mamba2, Scan
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
-from specdec.sampling import on_kernels
+from specdec.sampling import on_kernels, rows
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from tests.sizes import one_of_each
@@ -348,6 +348,37 @@ def test_each_way_of_sampling_is_one_upload_and_one_download(feature: str) -> No
         assert (seen.num_uploads, len(downloads)) == (1, 1)
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, *methods: tuple[Any, str]) -> list[str]:
+    """The names of methods as they are called from now on."""
+    order: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            order.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    for owner, name in methods:
+        noting(owner, name)
+    return order
+
+
+def test_a_step_that_is_decided_in_parts_waits_for_all_of_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 4 * VOCAB_SIZE * 100)
+    order = noted(monkeypatch, (Kernels, "decide"), (Record, "download"), (Record, "collect"))
+    target = Target("llama", [*FEATURES], 64, 3, True)
+    for _ in range(3):
+        downloads.clear()
+        order.clear()
+        with counted(target) as seen:
+            target.step()
+    assert (seen.num_uploads, len(downloads)) == (1, 1)
+    assert order == [*["decide"] * 3, "download", "collect"]
+
+
 FEATURES_OF_DRAFTS = [("greedy", "noise", "top_p"), ("greedy",)]
 
 
@@ -498,22 +529,9 @@ def test_sampling_that_waits_or_copies_is_seen(name: str, monkeypatch: pytest.Mo
 def test_what_does_not_depend_on_the_result_is_done_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("llama", ["noise"], 2, 0, True)
     target.step()
-    order: list[str] = []
-
-    def noting(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def note(*args: Any, **options: Any) -> Any:
-            order.append(name)
-            return real(*args, **options)
-
-        monkeypatch.setattr(owner, name, note)
-
     sequences = [target.backend._states.sequence(job.key) for job in target.jobs]
-    noting(target.runner._graphs, "launch")
-    noting(Kernels, "decide")
-    noting(Record, "download")
-    noting(target.backend, "_note_read")
+    methods = (target.runner._graphs, "launch"), (Kernels, "decide"), (Record, "download")
+    order = noted(monkeypatch, *methods, (target.backend, "_note_read"))
     collect = Record.collect
 
     def waited(self: Record) -> Arrays:

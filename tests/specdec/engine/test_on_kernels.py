@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import patch
+
+import pytest
 
 from specdec.core.backends import DraftJob, Proposal
 from specdec.core.params import SamplingParams
@@ -13,6 +16,7 @@ from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Record
 from specdec.models.loading import prepare_model
+from specdec.sampling import rows
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import Case, collect, make_draft
 from tests.specdec.kernels.interpreter import interpreted
@@ -31,11 +35,17 @@ class SometimesBad(ModelDrafter):
 
 
 @interpreted
-def test_tokens_and_reports_are_those_of_torch_and_a_step_is_one_download() -> None:
+@pytest.mark.parametrize("most_rows", [100, 4])
+def test_tokens_and_reports_are_those_of_torch_and_a_step_is_one_download(
+    most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a step's rows are decided in several parts."""
+    monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 4 * VOCAB_SIZE * most_rows)
     edited = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.5, logprobs=2)
     cases = [
         Case((9, 10, 11), 7, edited, seed=1),
         Case((5, 6), 6, SamplingParams(temperature=0.0, bad_words=((3,),), min_tokens=3), seed=2),
+        Case((7, 8), 6, replace(edited, temperature=1.0, logprobs=3), seed=3),
     ]
 
     def generate(on_kernels: bool) -> tuple[object, int, int]:

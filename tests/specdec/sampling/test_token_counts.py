@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from specdec.core.params import SamplingParams
+from specdec.sampling.edits import Editor
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.rows import Rows
 from specdec.sampling.token_counts import TokenCounts
 
 from .reference import edited_row, make_spec
@@ -24,6 +27,7 @@ def make_counts(max_slots: int | None = None) -> TokenCounts:
 
 def check(token_counts: TokenCounts, *groups: RowGroup) -> list[int]:
     """Against a count from the beginning; gives how many tokens of each group are ahead of its slot's count."""
+    token_counts.begin_step()
     counted = token_counts.counted(groups)
     token_counts.apply(*map(torch.from_numpy, counted.changes))
     for group, slot, ahead in zip(groups, counted.slots, counted.ahead, strict=True):
@@ -74,6 +78,27 @@ def test_counts_that_were_made_in_inference_mode_go_on_outside() -> None:
         token_counts = make_counts()
         check(token_counts, RowGroup(spec, [1, 2, 3]))
     check(token_counts, RowGroup(spec, [1, 2, 3, 4]))
+
+
+def test_parts_of_a_step_are_counted_before_any_is_applied() -> None:
+    """One of a step that has failed before is not taken for one that the device knows."""
+    editor, logs = Editor(VOCAB, torch.device("cpu")), [[i, *range(5)] for i in range(4)]
+    groups = [RowGroup(make_spec(PENALTIES, seed=i, output_start=3), log) for i, log in enumerate(logs)]
+    plain = RowGroup(make_spec(SamplingParams(), output_start=3), logs[0])
+
+    def cleared(*parts: Sequence[RowGroup]) -> list[int]:
+        counts = [editor.lay_out(Rows(part), goes_on=number > 0).changes for number, part in enumerate(parts)]
+        for changes in counts[: len(counts) - fails]:
+            editor.token_counts.apply(*map(torch.from_numpy, changes))
+        return [len(changes.cleared) for changes in counts]
+
+    fails = False
+    assert cleared(groups[:2], groups[2:]) == [2, 2]
+    assert cleared(groups[:2], groups[2:]) == [0, 0]
+    fails = True
+    assert cleared(groups[:2], groups[2:]) == [0, 0]
+    fails = False
+    assert cleared([plain], groups[2:]) == [0, 2]
 
 
 def test_branches_of_a_sequence_share_what_they_have_in_common() -> None:
