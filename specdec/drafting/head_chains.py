@@ -5,7 +5,6 @@ A head that caches nothing reads no token of its draft: each of its passes gives
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.core.errors import reason_of
 from specdec.core.tokens import as_list
 from specdec.executor.chains import Chosen, num_chain_rows
 from specdec.executor.derive import DerivedStep
 from specdec.executor.graphs import ExecutorLimits, PassOutput
 from specdec.executor.rows import HeadInput, lay_out_heads
 from specdec.executor.runner import ModelRunner
-from specdec.kernels.device_errors import is_out_of_memory
 from specdec.sampling.chains import ChainSampler
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 if TYPE_CHECKING:
     from specdec.drafting.heads import DraftHeads, HeadRow
-
-logger = logging.getLogger(__name__)
 
 
 class HeadChains:
@@ -55,20 +50,14 @@ class HeadChains:
     @classmethod
     def recorded(cls, heads: DraftHeads, runner: ModelRunner, sampler: Sampler) -> HeadChains | None:
         """Record chains as the limits of the runner's recorded steps say; None where there are none."""
-        kernels, limits = sampler.kernels(runner.output_device), runner.limits
-        if kernels is None or limits is None or not limits.num_chained_passes:
+        kernels = sampler.kernels(runner.output_device)
+        if kernels is None:
             return None
-        chains, failure = None, ""
-        try:
-            chains = cls(heads, runner, sampler, ChainSampler(kernels, num_chain_rows(limits), 0), limits)
-            failure = runner.record_chains(chains, chains.run_pass)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = reason_of(error)
-        if failure:
-            logger.info("Drafts of heads on %s are launched pass by pass: %s", runner.loaded.name, failure)
-        return None if failure else chains
+
+        def make(limits: ExecutorLimits) -> HeadChains:
+            return cls(heads, runner, sampler, ChainSampler(kernels, num_chain_rows(limits), 0), limits)
+
+        return runner.record_chains("Drafts of the heads", make, lambda chains: chains.run_pass)
 
     @property
     def num_bytes(self) -> int:

@@ -200,6 +200,7 @@ def build_drafter(
         options,
         vocab_size=pair.draft_vocab_size,
         heads=None,
+        num_step_tokens=pair.step_tokens.count,
         max_draft_tokens=pair.step_tokens.count,  # behind a draft that was kept whole a row reads two tokens
         strict_tile_tokens=None,  # whatever it drafts, the target decides
     )
@@ -207,6 +208,7 @@ def build_drafter(
         options = replace(options, max_model_len=describe_model(target).max_model_len)
     mapped = None if pair.mapping is None else pair.vocab_size
     num_branches = NUM_BRANCH_SLOTS if has_branches else 0
+    is_parallel = options.num_step_tokens > 1
     # A draft model in its target's process waits for nothing meanwhile.
     num_passes = NUM_CHAINED_PASSES if has_branches else max(NUM_CHAINED_PASSES, most_draft_tokens)
     built = _build(
@@ -216,7 +218,7 @@ def build_drafter(
         progress,
         num_branches=num_branches,
         mapped_vocab_size=mapped,
-        num_chained_passes=num_passes if mapped is None and pair.step_tokens.count == 1 else 0,
+        num_chained_passes=0 if mapped is not None else options.num_step_tokens if is_parallel else num_passes,
     )
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
@@ -421,6 +423,7 @@ def _executor_limits(
         num_extra_words=min(_MOST_EXTRA_WORDS, max_rows * (1 + max_draft_tokens) * num_row_words),
         num_chained_passes=num_chained_passes,
         num_guesses=_NUM_GUESSES if num_branches else 0,
+        is_parallel=options.num_step_tokens > 1,
     )
 
 

@@ -6,7 +6,6 @@ drawn may depend on nothing but logits and noise. Where kernels draw and steps a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.cache.blocks import CachedSequence
-from specdec.core.errors import reason_of
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
 from specdec.executor.chains import ChainsRead, LaunchedChains, num_chain_rows
@@ -24,13 +22,10 @@ from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
 from specdec.executor.steps import unread
-from specdec.kernels.device_errors import is_out_of_memory
 from specdec.sampling.acceptance import Drawn, drawn_coupled, rank_coupled
 from specdec.sampling.chains import ChainSampler
 from specdec.sampling.on_kernels import LaidOut
 from specdec.sampling.pipeline import RowGroup, Sampler
-
-logger = logging.getLogger(__name__)
 
 _UNKNOWN = 0
 """In the place of a token that is not known here yet."""
@@ -42,6 +37,7 @@ class ChainRow:
 
     Attributes:
         sequence: Has room for ``tokens``, and for ``num_tokens - 1`` more.
+        is_parallel: Whether one pass gives all tokens: what stands for all but the first is read with ``tokens``.
         spec: Of the sequence, under the coupled rule.
         tokens: In the vocabulary of the sampler.
         num_tokens: How many are drawn.
@@ -55,6 +51,7 @@ class ChainRow:
     num_tokens: int
     num_guesses: int
     adapter: int | None
+    is_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +69,12 @@ class Chained:
 
 def recorded_chains(runner: ModelRunner, sampler: Sampler) -> ChainSampler | None:
     """Record chains as the limits of the runner's recorded steps say; what draws in them, or None where none are."""
-    kernels, limits = sampler.kernels(runner.output_device), runner.limits
-    if kernels is None or limits is None or not limits.num_chained_passes:
+    kernels = sampler.kernels(runner.output_device)
+    if kernels is None:
         return None
-    try:
-        chooser = ChainSampler(kernels, num_chain_rows(limits), limits.num_guesses)
-        failure = runner.record_chains(chooser)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = reason_of(error)
-    if failure:
-        logger.info("Chains of %s are launched pass by pass: %s", runner.loaded.name, failure)
-    return None if failure else chooser
+    return runner.record_chains(
+        "Chains", lambda limits: ChainSampler(kernels, num_chain_rows(limits), limits.num_guesses)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +91,11 @@ class UnreadChains:
     lengths: Sequence[int]
     groups: list[RowGroup]
     launched: LaunchedChains
+
+    @property
+    def num_passes(self) -> int:
+        """Of the model."""
+        return 1 if self.rows[0].is_parallel else self.rows[0].num_tokens
 
     def collect(self) -> Chained:
         """What was drawn. Waits for it."""
@@ -121,7 +116,7 @@ def begin_chained(
     rows: Sequence[ChainRow],
     downloads: Downloads,
     recorded: ChainSampler | None = None,
-) -> Chained | UnreadChains:
+) -> Chained | UnreadChains | None:
     """Draw the tokens of all rows by as many passes, and read all but each row's last one.
 
     A pass takes one upload, with what its logits are sampled by. All passes take one download. Recorded passes take one
@@ -136,16 +131,23 @@ def begin_chained(
         recorded: Draws in recorded chains; None where there are none.
 
     Returns:
-        What was drawn, or recorded passes under way.
+        What was drawn, or recorded passes under way. None, with nothing done, where one pass gives all tokens, and such
+        a step is not recorded.
     """
     groups = [RowGroup(row.spec, row.tokens) for row in rows]
     laid_out = sampler.lay_out(groups, runner.output_device)
-    lengths = [len(own.sequence) + len(own.tokens) for own in step[: len(rows)]]
+    is_parallel = rows[0].is_parallel
+    lengths = [
+        len(own.sequence) + len(own.tokens) - is_parallel * (row.num_tokens - 1)
+        for own, row in zip(step, rows, strict=False)
+    ]
     try:
         if recorded is not None and laid_out is not None and _can_be_recorded(sampler, rows, recorded):
             launched = runner.launch_chains(step, [row.num_tokens for row in rows], recorded.arrays(laid_out))
             if launched is not None:
                 return UnreadChains(runner, rows, lengths, groups, launched)
+        if is_parallel:
+            return None
         spoilt_rows, passes = _pass_by_pass(runner, sampler, step, rows, groups, laid_out, downloads)
     except Exception:
         _undo(runner, rows, lengths)
@@ -175,7 +177,7 @@ def _settled(
             if i not in ended:
                 drawn[i].append(token)
     for row, length, own in zip(rows, lengths, drawn, strict=True):
-        num_read = max(0, len(own) - 1)
+        num_read = 0 if row.is_parallel else max(0, len(own) - 1)
         runner.truncate(row.sequence, length + num_read)
         runner.set_tokens(row.sequence, length, [one.token for one in own[:num_read]])
     return Chained(drawn, spoilt_rows)

@@ -152,7 +152,7 @@ class UnreadDrafts:
 
     def proposal(self, row: int) -> Proposal:
         """A row's, with what stands for its tokens."""
-        num_passes = self._chains.rows[0].num_tokens
+        num_passes = self._chains.num_passes
         first, *others = (
             Proposal(Status.DECIDED, number, unread=self, num_passes=num_passes)
             for number in self._chains.launched.unread(row)
@@ -224,8 +224,7 @@ class ModelDrafter(ModelBackend):
         self._num_step_tokens = num_step_tokens if self._mask else 1
         self._num_chained_passes = 1 if self._mask or mapper is not None else num_chained_passes
         self._downloads = Downloads(runner.output_device)
-        can_record = mapper is None and mask_token_id is None
-        self._recorded = recorded_chains(runner, sampler) if can_record else None
+        self._recorded = None if mapper is not None else recorded_chains(runner, sampler)
         self._num_chained: dict[str, int] = {}  # tokens of each row of the step that is scheduled
 
     @property
@@ -236,7 +235,7 @@ class ModelDrafter(ModelBackend):
     @property
     def num_chained_tokens(self) -> int:
         """Tokens of a draft that one step draws at most."""
-        return self._num_chained_passes
+        return self._num_step_tokens if self._mask else self._num_chained_passes
 
     @property
     def vocab_size(self) -> int:
@@ -279,9 +278,11 @@ class ModelDrafter(ModelBackend):
         if not placed:
             return results
         step, chains = [row for _, _, row in placed], self._chains(placed)
+        begun = None
         if chains:
             begun = begin_chained(self._runner, self._sampler, step, chains, self._downloads, self._recorded)
-            take = partial(self._take_chained, results, placed, chains[0].num_tokens)
+        if begun is not None:
+            take = partial(self._take_chained, results, placed, 1 if self._mask else chains[0].num_tokens)
             if isinstance(begun, Chained):
                 return take(begun)
             if not all(job.may_stay for job in jobs):
@@ -335,7 +336,10 @@ class ModelDrafter(ModelBackend):
         if not self._num_chained:
             return []
         return [
-            ChainRow(row.sequence, job.spec, job.tokens, self._num_chained[job.key], job.num_guesses, row.adapter)
+            ChainRow(
+                *(row.sequence, job.spec, job.tokens, self._num_chained[job.key], job.num_guesses, row.adapter),
+                is_parallel=bool(self._mask),
+            )
             for _, job, row in placed
             if row.num_logits
         ]
@@ -348,7 +352,11 @@ class ModelDrafter(ModelBackend):
         """
         jobs = [job for _, job, row in placed if row.num_logits]
         num_passes = self._num_chained_passes
-        if not all(self._can_chain(job.spec.sampling) for job in jobs):
+        can_chain = all(self._can_chain(job.spec.sampling) for job in jobs)
+        if self._mask:
+            is_recorded = can_chain and self._recorded is not None
+            return {job.key: row.num_logits for _, job, row in placed if row.num_logits} if is_recorded else {}
+        if not can_chain:
             num_passes = 1
         if num_passes == 1 and not self._is_laid_out_before([job.spec.sampling for job in jobs]):
             return {}

@@ -94,6 +94,8 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         limits: What there is to record.
         device: Where all of it is.
 
+    Attributes:
+        is_parallel: As in the limits.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         super().__init__(self._run_chains, device)
         self._steps, self._run_pass, self._chooser = steps, run_pass, chooser
         sizes = limits.graph_sizes
-        self._lengths = limits.chain_lengths
+        self._lengths, self.is_parallel = limits.chain_lengths, limits.is_parallel
         self._num_rows = num_chain_rows(limits)
         shape = self._lengths[-1], self._num_rows
         ranks = (*shape, 1 + limits.num_guesses if limits.num_guesses else 0)
@@ -176,6 +178,14 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         given: Tensors = self._steps.staging.tensors
         num_rows, record = min(size, self._num_rows), self._record_of.tensors
         step = self._steps.derive(size)
+        if self.is_parallel:
+            output = self._run_pass(step, None)
+            record["finite_tokens"][:size].copy_(output.finite_tokens)
+            first = (step.token_end - given["num_logits"])[:num_rows]
+            for number in range(num_passes):  # of rows that draw fewer any token's logits will do
+                at = (first + number).clamp(min=0, max=size - 1)
+                self._choose(output.logits.index_select(0, at), output.finite_logits.index_select(0, at), number)
+            return
         # Rows that draw nothing are beyond those that do: for them any token's logits will do.
         wanted = self._steps.logit_tokens(step, num_rows).clamp(max=size - 1)
         output = self._run_pass(step, wanted)

@@ -50,6 +50,7 @@ class ExecutorLimits:
         num_chained_passes: Most passes of a chain; see :mod:`specdec.executor.chains`. 0 records none. Chains of
             over 32 are launched pass by pass.
         num_guesses: Most other tokens that are ranked beside each of a chain.
+        is_parallel: Whether all tokens of a chain come of its first pass, as PARD's do: a logit for each is wanted.
     """
 
     max_rows: int
@@ -60,6 +61,7 @@ class ExecutorLimits:
     num_extra_words: int = 0
     num_chained_passes: int = 0
     num_guesses: int = 0
+    is_parallel: bool = False
 
     @property
     def chain_lengths(self) -> tuple[int, ...]:

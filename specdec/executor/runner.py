@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from specdec.executor.sequence_cache import SequenceCache
 from specdec.executor.steps import StepRows, Steps
 from specdec.executor.tiles import RowPart, tiles_of
 from specdec.kernels.attention import AttentionContext
+from specdec.kernels.device_errors import is_out_of_memory
 from specdec.kernels.experts import use_tiled_experts
 from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
@@ -48,6 +50,10 @@ from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.slots import AdapterPool
 from specdec.models.probe import cache_argument
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=TokenChooser)
 
 _COMPILED_TOKENS = 67
 """Tokens of the step that layers are compiled by: few, as most steps have, and as many as no other size of a model."""
@@ -257,6 +263,7 @@ class ModelRunner(SequenceCache):
 
         Args:
             rows: As for :meth:`forward`: first those that draw, with one row of logits each, then others with none.
+                With :attr:`ExecutorLimits.is_parallel` as many rows of logits as tokens are drawn, which are not read.
             num_passes: Of each row that draws how many tokens are drawn, all but the last of which are read: room for
                 them is reserved. The largest comes first.
             extra: What the chooser is given.
@@ -266,7 +273,9 @@ class ModelRunner(SequenceCache):
         """
         if self._chains is None or any(row.adapter is not None for row in rows):
             return None
-        passes = np.array([*num_passes, *[1] * (len(rows) - len(num_passes))])
+        passes = np.ones(len(rows), np.int64)
+        if not self._chains.is_parallel:
+            passes[: len(num_passes)] = num_passes
         own = lay_out_rows(rows, self.loaded.vocab_size, self.pool, False, passes)
         launched = self.launch_laid_out([row.sequence for row in rows], own, num_passes, extra)
         if launched is not None:
@@ -521,23 +530,40 @@ class ModelRunner(SequenceCache):
             self._adapter_graphs = adapted if may_adapt else None
             self.graphs_bytes = graphs.num_bytes + adapted.num_bytes
 
-    def record_chains(self, chooser: TokenChooser, run_pass: RunPass | None = None) -> str:
-        """Record passes that draw tokens and read them, as :attr:`limits` say; gives why they cannot be.
+    def record_chains(
+        self, what: str, make: Callable[[ExecutorLimits], C], run_pass: Callable[[C], RunPass] | None = None
+    ) -> C | None:
+        """Record passes that draw tokens and read them, as :attr:`limits` say.
 
-        They are the model's, unless ``run_pass`` runs others.
+        Args:
+            what: They are, for the log.
+            make: Makes what draws.
+            run_pass: Of it, what runs the passes; by default the model does.
+
+        Returns:
+            What was made; None where such steps are not recorded, or cannot be.
         """
-        assert self.limits is not None, "steps are recorded first"
-        if self.states is not None:
-            return "it has recurrent layers"
-        run_pass = run_pass or partial(self._run, self._steps)
-        chains = ChainGraphs(self._steps, run_pass, chooser, self.limits, self.loaded.device)
-        failure = chains.record_all()
-        self._clear_padding()
-        self._steps.forget()
+        if self.limits is None or not self.limits.num_chained_passes:
+            return None
+        failure = "" if self.states is None else "it has recurrent layers"
         if not failure:
-            self._chains = chains
-            self.graphs_bytes += chains.num_bytes + chooser.num_bytes
-        return failure
+            try:
+                chooser = make(self.limits)
+                run = partial(self._run, self._steps) if run_pass is None else run_pass(chooser)
+                chains = ChainGraphs(self._steps, run, chooser, self.limits, self.loaded.device)
+                failure = chains.record_all()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = reason_of(error)
+            self._clear_padding()
+            self._steps.forget()
+        if failure:
+            logger.info("%s of %s are launched pass by pass: %s", what, self.loaded.name, failure)
+            return None
+        self._chains = chains
+        self.graphs_bytes += chains.num_bytes + chooser.num_bytes
+        return chooser
 
     def _clear_padding(self) -> None:
         for number, group in enumerate(self.pool.groups):

@@ -75,8 +75,9 @@ def make_target(method: str, folder: Path, sampler: Sampler, limits: ExecutorLim
         runner.record_graphs(limits)
     drafter = HeadDrafter(heads, runner, sampler, NUM_TOKENS)
     if limits is not None and drafter._chains is None:
-        drafter._chains = HeadChains(heads, runner, sampler, Likeliest(), limits)  # type: ignore[arg-type]
-        assert runner.record_chains(drafter._chains, drafter._chains.run_pass) == ""
+        chains = HeadChains(heads, runner, sampler, Likeliest(), limits)  # type: ignore[arg-type]
+        drafter._chains = runner.record_chains("drafts", lambda _: chains, lambda chains: chains.run_pass)
+        assert drafter._chains is chains
     return ModelTarget(runner, sampler, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=48, heads=drafter)
 
 

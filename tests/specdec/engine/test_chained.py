@@ -18,6 +18,7 @@ from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.kernels.in_torch import decide_in_torch
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
@@ -48,6 +49,7 @@ def make_drafter(
     limits: ExecutorLimits | None = None,
     num_blocks: int = 200,
     on_kernels: bool = False,
+    **of_draft: int,
 ) -> ModelDrafter:
     runner = Counted(prepare_model(make_model(family), "tiny"), num_blocks=num_blocks, block_size=4)
     if limits is not None:
@@ -59,6 +61,7 @@ def make_drafter(
         max_num_batched_tokens=128,
         max_num_seqs=16,
         num_chained_passes=num_chained_passes,
+        **of_draft,
     )
 
 
@@ -113,6 +116,22 @@ def test_recorded_chains_give_what_several_steps_give() -> None:
     assert len({call.args[1] for call in launch.call_args_list}) > 2
     assert chained._runner.num_passes < launch.call_count  # type: ignore[attr-defined]
     steps = chained._runner._steps  # a row has gone on as far as its own chain, and no further
+    known = np.flatnonzero(steps._lengths >= 0)
+    assert steps._state.tensors["num_computed_tokens"][known].tolist() == steps._lengths[known].tolist() != []
+
+
+def test_tokens_of_one_recorded_pass_are_those_of_a_pass_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_in_torch(monkeypatch)
+    limits = replace(LIMITS, max_draft_tokens=4, num_chained_passes=4, num_guesses=3, num_extra_words=1 << 12)
+    recorded, plain = (
+        make_drafter("llama", 1, limits=own, on_kernels=own is not None, mask_token_id=1, num_step_tokens=4)
+        for own in (replace(limits, is_parallel=True), None)
+    )
+    with patch.object(ChainGraphs, "launch", autospec=True, side_effect=ChainGraphs.launch) as launch:
+        draw_from_both(recorded, plain)
+    assert launch.call_count > 0.9 * plain._runner.num_passes  # type: ignore[attr-defined]
+    assert launch.call_count + recorded._runner.num_passes == plain._runner.num_passes  # type: ignore[attr-defined]
+    steps = recorded._runner._steps
     known = np.flatnonzero(steps._lengths >= 0)
     assert steps._state.tensors["num_computed_tokens"][known].tolist() == steps._lengths[known].tolist() != []
 

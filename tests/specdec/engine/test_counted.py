@@ -248,7 +248,11 @@ class Target:
 class Drafter:
     """A drafter on ``meta``, and sequences for it."""
 
-    def __init__(self, features: Sequence[str], num_rows: int, num_passes: int, **limits: int) -> None:
+    def __init__(
+        self, features: Sequence[str], num_rows: int, num_passes: int, is_parallel: bool = False, **limits: int
+    ) -> None:
+        of_draft = {"mask_token_id": 1, "num_step_tokens": num_passes} if is_parallel else {}
+        limits |= {"is_parallel": is_parallel, "max_draft_tokens": num_passes * is_parallel}
         self.runner = ModelRunner(on(META, "llama"), num_blocks=300, block_size=16, kernel="nothing:Nothing")
         self.runner.record_graphs(ExecutorLimits(64, 512, 64, num_extra_words=1 << 15, **limits))
         self.backend = ModelDrafter(
@@ -258,6 +262,7 @@ class Drafter:
             max_num_batched_tokens=512,
             max_num_seqs=64,
             num_chained_passes=num_passes,
+            **of_draft,
         )
         self.texts = [[3 + i, 4, 5, 6, 7] for i in range(num_rows)]
         params = [FEATURES[features[i % len(features)]] for i in range(num_rows)]
@@ -370,11 +375,11 @@ def test_a_step_that_is_decided_in_parts_waits_for_all_of_them_at_once(monkeypat
     monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 4 * VOCAB_SIZE * 100)
     order = noted(monkeypatch, (Kernels, "decide"), (Record, "download"), (Record, "collect"))
     target = Target("llama", [*FEATURES], 64, 3, True)
-    for _ in range(3):
-        downloads.clear()
-        order.clear()
-        with counted(target) as seen:
-            target.step()
+    target.step()
+    target.step()
+    order.clear()
+    with counted(target) as seen:
+        target.step()
     assert (seen.num_uploads, len(downloads)) == (1, 1)
     assert order == [*["decide"] * 3, "download", "collect"]
 
@@ -411,21 +416,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return launched
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 8])
-@pytest.mark.parametrize("num_guesses", [0, 2])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_guesses", "is_parallel"),
+    [*((tokens, guesses, False) for tokens in (1, 4, 8) for guesses in (0, 2)), (1, 2, True), (4, 0, True)],
+)
 def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
-    num_tokens: int, num_guesses: int, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, num_guesses: int, is_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a model that gives several tokens in a pass it is a single pass."""
     launched = launches(monkeypatch)
     for num_rows in 1, 64:
-        drafter = Drafter(("greedy", "noise", "top_p"), num_rows, 8, num_chained_passes=8, num_guesses=3)
+        features = "greedy", "noise", "top_p"
+        drafter = Drafter(features, num_rows, 8, is_parallel, num_chained_passes=8, num_guesses=3)
         drafter.step(num_tokens, num_guesses)
         drafter.step(num_tokens, num_guesses)
         launched.clear()
         with counted(drafter, allows_indices=True) as seen:  # transformers does, to keep some tokens' logits
             drafter.step(num_tokens, num_guesses)
         assert (seen.num_uploads, len(downloads)) == (1, 1)
-        assert launched == [(16 if num_rows == 1 else 64, num_tokens)]
+        # A pass that drafts several reads the tokens of the draft before, too.
+        num_read = num_rows * (2 * num_tokens - 1) if is_parallel else num_rows
+        assert launched == [(next(size for size in (16, 64, 512) if size >= num_read), num_tokens)]
 
 
 def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,13 +54,22 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(
-    kind: Any, noise: float | None, *, num_blocks: int = 400, max_model_len: int = MAX_MODEL_LEN, chunk: int = 64
+    kind: Any,
+    noise: float | None,
+    *,
+    num_blocks: int = 400,
+    max_model_len: int = MAX_MODEL_LEN,
+    chunk: int = 64,
+    is_parallel: bool = False,
 ) -> Any:
     """A backend whose steps are recorded, and are decided by kernels; of the target without noise."""
     model = make_model("llama") if noise is None else make_draft("llama", noise)
     runner = ModelRunner(prepare_tiny(model), num_blocks=num_blocks, block_size=4)
     of_chains = {"num_chained_passes": NUM_DRAFT_TOKENS} if kind is not ModelTarget else {}
     limits = ExecutorLimits(16, 128, MAX_MODEL_LEN, NUM_DRAFT_TOKENS, num_extra_words=1 << 12, **of_chains)
+    if is_parallel:
+        limits = replace(limits, is_parallel=True)
+        of_chains |= {"mask_token_id": 1, "num_step_tokens": NUM_DRAFT_TOKENS}
     runner.record_graphs(limits)
     assert not runner.graphs_failure
     sampler = Sampler(VOCAB_SIZE, on_kernels=True)
@@ -104,6 +113,16 @@ def test_the_tokens_are_those_without_drafts(sampling: SamplingParams, room: str
         assert metrics["num_cached_sequences"] == 0
         assert metrics["num_reused_tokens"] > 0  # of prompts, when they come again
     assert (paired._drafter.metrics()["num_evictions"] > 0) == (SCARCE in (ROOMS[room], ROOMS[room].get("of_draft")))
+
+
+def test_drafts_of_one_pass_are_handed_over_too() -> None:
+    """What this model makes of its mask tokens is of no use, but for the first of each draft."""
+    cases, paired = make_cases(SAMPLED, (None, 0, 1, 3, None)), pair(0.0, of_draft={"is_parallel": True})
+    outputs, stats = run(InProcessService(paired, None, 0), cases)
+    assert outputs == plainly(cases)
+    assert paired.num_handed > 20
+    assert paired.num_read == 0
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @interpreted
