@@ -21,8 +21,7 @@ from k8s.monitoring.charts import (
 )
 
 
-def _sized(match: str) -> str:
-    by = "rows, tokens"
+def _sized(match: str, by: str = "rows, tokens") -> str:
     return f"{rate(named('decode_step_seconds'), by, match)} / ({rate(named('decode_steps'), by, match)} > 0)"
 
 
@@ -55,6 +54,15 @@ BOARD = Board(
                 "Mean number of tokens that a verified draft gives, the target's own included.",
                 "none",
                 {"tokens": f"1 + {ratio(f.ACCEPTED_TOKENS, f.DRAFTS)}"},
+            ),
+            Chart(
+                "Tokens by drafter",
+                "Draft tokens of each drafter that targets verified, and those of them that were accepted.",
+                TOKENS_PER_S,
+                {
+                    "{{drafter}} verified": rate(named("draft_tokens_by_drafter"), "drafter"),
+                    "{{drafter}} accepted": rate(named("accepted_tokens_by_drafter"), "drafter"),
+                },
             ),
         ),
         "Plans": (
@@ -99,7 +107,7 @@ BOARD = Board(
                 "Offers that drafters sent and that targets received; a gap between them is a network that loses them.",
                 "ops",
                 {
-                    "sent": rate(named("offers"), "", DRAFTERS),
+                    "sent by {{deployment}}": rate(named("offers"), "deployment", DRAFTERS),
                     "received": rate(named("offers"), "", TARGETS),
                 },
             ),
@@ -152,7 +160,7 @@ BOARD = Board(
                 "Step time of drafters by size",
                 "Mean time of a step without prompts, by rows and tokens, each rounded up to a power of two.",
                 "s",
-                {"{{rows}} rows, {{tokens}} tokens": _sized(DRAFTERS)},
+                {"{{deployment}} {{rows}} rows, {{tokens}} tokens": _sized(DRAFTERS, "deployment, rows, tokens")},
             ),
         ),
     },
