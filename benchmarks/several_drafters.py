@@ -61,10 +61,11 @@ class RunsTarget(TargetMachine):
         super().__init__(*args, **kwargs)
         self.runs: list[dict[str, int]] = []
 
-    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> None:
-        super()._credit_drafters(sequence, run, num_accepted, num_drafted)
+    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> list[str]:
+        credited = super()._credit_drafters(sequence, run, num_accepted, num_drafted)
         said = {name: tokens for name, tokens, *_ in sequence.proposed}
         self.runs.append({name: _num_same(tokens, run[:num_accepted]) for name, tokens in said.items()})
+        return credited
 
 
 def _num_same(tokens: Sequence[int], run: Sequence[int]) -> int:

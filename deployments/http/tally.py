@@ -116,6 +116,7 @@ def how_it_came(notes: Notes, plan: Plan | None) -> dict[str, Any]:
     return {
         "kind": [token_kind(byte).name.lower() for byte in notes.provenance],
         "source": [token_source(byte).name.lower() for byte in notes.provenance],
+        "drafter": [name or None for name in notes.drafters] or [None] * len(notes.provenance),
         "num_draft_tokens": notes.num_drafted,
         "times": times or [None] * len(notes.provenance),
         "plan": None if plan is None else _written(plan),

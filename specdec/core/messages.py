@@ -111,6 +111,8 @@ class Notes(Struct, frozen=True, array_like=True):
             sequence had left what they give.
         times: At the last token of a round, when it was worked on; None at all others. Empty where the request did not
             ask.
+        drafters: Where the request asked for times, the drafter that had an accepted token; empty at all others. No
+            entries where no drafter had any.
     """
 
     provenance: bytes = b""
@@ -119,6 +121,7 @@ class Notes(Struct, frozen=True, array_like=True):
     prompt_logprobs: PackedLogprobs | None = None
     num_cached_tokens: int = 0
     times: tuple[RoundTimes | None, ...] = ()
+    drafters: tuple[str, ...] = ()
 
     def last(self, count: int) -> Notes:
         """The notes of the last ``count`` tokens."""
@@ -126,7 +129,8 @@ class Notes(Struct, frozen=True, array_like=True):
             return self
         start = len(self.provenance) - count
         logprobs = None if self.logprobs is None else self.logprobs[start:]
-        return Notes(self.provenance[start:], self.num_drafted[start:], logprobs, times=self.times[start:])
+        times, drafters = self.times[start:], self.drafters[start:]
+        return Notes(self.provenance[start:], self.num_drafted[start:], logprobs, times=times, drafters=drafters)
 
     def first(self, count: int) -> Notes:
         """The notes of the first ``count`` tokens."""
@@ -134,7 +138,8 @@ class Notes(Struct, frozen=True, array_like=True):
         if not count:
             return Notes(logprobs=logprobs)
         provenance, num_drafted, times = self.provenance[:count], self.num_drafted[:count], self.times[:count]
-        return Notes(provenance, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times)
+        drafters = self.drafters[:count]
+        return Notes(provenance, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times, drafters)
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
@@ -144,6 +149,7 @@ class Notes(Struct, frozen=True, array_like=True):
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )
         times = () if not self.times and not other.times else self._all_times() + other._all_times()
+        drafters = () if not self.drafters and not other.drafters else self._all_drafters() + other._all_drafters()
         begins = self if self.provenance else other
         return Notes(
             self.provenance + other.provenance,
@@ -152,11 +158,16 @@ class Notes(Struct, frozen=True, array_like=True):
             begins.prompt_logprobs,
             begins.num_cached_tokens,
             times,
+            drafters,
         )
 
     def _all_times(self) -> tuple[RoundTimes | None, ...]:
         """An entry per token, also where nobody measured."""
         return self.times or (None,) * len(self.provenance)
+
+    def _all_drafters(self) -> tuple[str, ...]:
+        """An entry per token, also where no drafter had any."""
+        return self.drafters or ("",) * len(self.provenance)
 
 
 class Plan(Struct, frozen=True, array_like=True):

@@ -219,6 +219,10 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             sequence.token_drafter.judge(result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
             self._chooser.judge(draft, run[: result.num_accepted], sequence.spec)
+        credited: list[str] = []
+        if result.num_drafted and source in OFFERED and result.own is None and not result.is_forced:
+            credited = self._credit_drafters(sequence, run, num_accepted, result.num_drafted)
+        tells_drafters = sequence.spec.wants_times and bool(credited)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         sequence.notes = sequence.notes + Notes(
             _provenance(source, num_accepted, count, places),
@@ -227,10 +231,9 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             None if result.prompt_logprobs is None else PackedLogprobs.pack(result.prompt_logprobs),
             result.num_cached_tokens,
             self._round_times(sequence, count, has_own=result.own is not None),
+            (*credited, *[""] * (count - len(credited))) if tells_drafters else (),
         )
         self.counters.count_round(result.num_drafted, num_accepted, count, source)
-        if result.num_drafted and source in OFFERED and result.own is None and not result.is_forced:
-            self._credit_drafters(sequence, run, num_accepted, result.num_drafted)
         if sequence.span is not None:
             sequence.span.add(
                 num_rounds=1,
@@ -242,12 +245,13 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             )
         self._send_verdict(sequence, now_s)
 
-    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> None:
+    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> list[str]:
         """Count which drafter a verified token is owed to, and an accepted one, and learn how often each is right.
 
-        What a backend leaves out of a draft is its end: of a trie that is what those added who were right less often.
+        Gives the drafter of each accepted token. What a backend leaves out of a draft is its end: of a trie that is
+        what those added who were right less often.
         """
-        num_credited = 0
+        credited: list[str] = []
         for drafter, tokens, num_added in sequence.proposed:
             most = min(len(tokens), len(run))
             num_right = next((i for i in range(most) if tokens[i] != run[i]), most)
@@ -257,8 +261,10 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             num_verified = min(num_added, num_drafted)
             num_drafted -= num_verified
             counts.num_draft_tokens += num_verified
-            counts.num_accepted_tokens += max(0, min(num_right, num_accepted) - num_credited)
-            num_credited = max(num_credited, min(num_right, num_accepted))
+            num_credited = max(0, min(num_right, num_accepted) - len(credited))
+            counts.num_accepted_tokens += num_credited
+            credited += [drafter] * num_credited
+        return credited
 
     def _round_times(self, sequence: TargetSequence, count: int, has_own: bool) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""

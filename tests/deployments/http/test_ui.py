@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from msgspec.structs import replace
 
 from deployments.http.app import create_app
 from deployments.http.keys import OPEN_PATHS, ApiKeys
@@ -83,10 +84,11 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
         provenance("ac" + "p" * (len(ids) - 2)),
         (0, 3, *[0] * (len(ids) - 2)),
         times=(None, TIMES, *[None] * (len(ids) - 2)),
+        drafters=("cpu", *[""] * (len(ids) - 1)),
     )
     bench.script = lambda request: [
         TokenDelta(ids[:2], notes.first(2), plan=PLAN),
-        TokenDelta(ids[2:], notes.last(len(ids) - 2), "length"),
+        TokenDelta(ids[2:], replace(notes.last(len(ids) - 2), drafters=()), "length"),
     ]
     opening = [{}] if prompt else []
     got = [choice.get("specdec", {}) for choice in await choices(bench, **prompt, **TOLD)]
@@ -94,6 +96,7 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
     first = {
         "kind": ["accepted", "corrected"],
         "source": ["model", "model"],
+        "drafter": ["cpu", None],
         "num_draft_tokens": [0, 3],
         "times": [None, {"target": [5.0, 6.5], "draft": [[4.0, 4.5], [4.5, 5.5]]}],
         "plan": plan,
@@ -104,6 +107,7 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
         {
             "kind": ["plain"] * (len(ids) - 2),
             "source": ["model"] * (len(ids) - 2),
+            "drafter": [None] * (len(ids) - 2),
             "num_draft_tokens": [0] * (len(ids) - 2),
             "times": [None] * (len(ids) - 2),
             "plan": plan,

@@ -190,6 +190,16 @@ def counted(machine, drafter):
     return asdict(machine.counters.by_drafter[drafter])
 
 
+def test_a_verdict_names_the_drafter_of_each_accepted_token_where_that_was_asked():
+    for wants_times, names in ((True, ("a", "b", "b", "")), (False, ())):
+        message = open_message(wants_times=wants_times)
+        machine = machine_with(message, of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
+        machine._backend = TreeOracle()
+        machine.step(0.0)
+        (verdict,) = machine.take_outbox()["R"]
+        assert (verdict.tokens, verdict.notes.drafters) == ((3, 4, 5, 6), names)
+
+
 def test_offers_of_several_drafters_are_verified_as_one_tree_those_first_that_were_right():
     machine = machine_with(open_message(), of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
     machine._backend = backend = TreeOracle()
