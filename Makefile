@@ -126,14 +126,14 @@ slice-protocol: $(DEV)
 		tests/thorough/engine/test_{branches,parameters,after_reasoning,parallel_drafting,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,ngram,leaks,head_chains}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
-	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)
+	@$(PYTEST) tests/soak/test_{kills,strict,stalls,launch,hybrid}.py $(ARGS)
 
 slice-updates: $(DEV)
 	@$(PYTEST) tests/soak/test_{updates,scaling}.py $(ARGS)
 
 slice-services: $(DEV)
 	@$(PYTEST) tests/soak --ignore-glob='*/test_kills.py' --ignore-glob='*/test_launch.py' --ignore-glob='*/test_stalls.py' --ignore-glob='*/test_hybrid.py' \
-		--ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' \
+		--ignore-glob='*/test_strict.py' --ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' \
 		--ignore-glob='*/test_chat_demo.py' --ignore-glob='*/test_tool_loop.py' $(ARGS)
 
 slice-cluster: test-cluster

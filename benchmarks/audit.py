@@ -1,22 +1,22 @@
 """How many honest tokens an audit takes, and within how many it finds what is not.
 
-    python -m benchmarks.audit [--dtype bfloat16] [--honest-tokens 100000]
+    OMP_NUM_THREADS=1 python -m benchmarks.audit --work FOLDER [--dtype bfloat16] [--honest-tokens 100000]
 
 The demo target goes on with beginnings of functions, many at once and with drafts looked up, and is audited: none of it
-may be flagged. Then it answers in other ways than its receipts say, and the tokens are counted until an answer shows
-it: at another temperature, with rounded weights, or after some training on this package's own source. Last, one
-token of each honest answer is edited: to any other one, or to the one that came second.
+may be flagged. Then one token of each answer is edited: to any other one, or to the one that came second. Last, it
+answers in other ways than its receipts say, and the tokens are counted until an answer shows it: at another
+temperature, with rounded weights, or after training on this package's own source. Answers and models are kept in the
+folder: what is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import msgspec
@@ -71,18 +71,49 @@ def answers(engine: SpeculativeEngine, own: Own, seed: int, count: int, used: Sa
     return found
 
 
-def train(folder: Path, num_steps: int) -> None:
-    """Write the demo target after some steps of AdamW on the package's own source, 8 x 128 tokens each, at 1e-5."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo_folder("target")), load_tokenizer(source("float32"))
+def kept_answers(
+    work: Path, kind: str, engine: Callable[[], SpeculativeEngine], own: Own, count: int, used: SamplingParams = SAID
+) -> list[Answer]:
+    """Answers of a kind from its file, and those that it lacks, generated ``AT_ONCE`` at a time."""
+    file = work / f"{kind}.jsonl"
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    found = [Answer(msgspec.json.decode(line, type=Receipt), {}) for line in lines][:count]
+    generating = engine() if len(found) < count else None
+    while generating is not None and len(found) < count:
+        start_s, seed = time.process_time(), len(found)
+        new = answers(generating, own, seed, min(AT_ONCE, count - seed), used)
+        with file.open("ab") as output:
+            output.writelines(msgspec.json.encode(answer.receipt) + b"\n" for answer in new)
+        found += new
+        print(f"  {kind}: {len(found)} of {count} answers, {time.process_time() - start_s:.0f} s of CPU", flush=True)
+    return found
+
+
+def trained(work: Path, num_steps: int) -> Path:
+    """The demo target after some steps of AdamW on the package's own source, 4 x 128 tokens each, at 1e-4.
+
+    Weights are float32 meanwhile: in bfloat16 most steps would round to nothing.
+    """
+    folder = work / f"trained-{num_steps}"
+    if (folder / "tokenizer.json").exists():
+        return folder
+    model = AutoModelForCausalLM.from_pretrained(demo_folder("target"), dtype=torch.float32)
+    tokenizer = load_tokenizer(source("float32"))
     text = "".join(path.read_text() for path in sorted(Path(specdec.__path__[0]).rglob("*.py")))
     tokens = torch.tensor(tokenizer.encode(text))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    for batch in islice(tokens[: len(tokens) // 1024 * 1024].view(-1, 8, 128), num_steps):
-        model(input_ids=batch, labels=batch).loss.backward()
+    rows = tokens[: len(tokens) // 128 * 128].view(-1, 128)
+    batches = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))].split(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for number, batch in enumerate(islice(cycle(batches), num_steps)):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if number % 100 in (0, 99):
+            print(f"  step {number + 1} of {num_steps}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
 
 
 def edited(answer: Answer, choose: Callable[[ReceiptChoice, int], int], rng: random.Random) -> tuple[Answer, int]:
@@ -125,38 +156,34 @@ def edits_found(auditor: Auditor, scorer: Scorer, answers_: Sequence[Answer], ki
 def main() -> None:
     """Measure, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="for answers and models; one a dtype"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--honest-tokens", type=int, default=100_000)
     parser.add_argument("--answers", type=int, default=AT_ONCE, help="that are not honest, of each kind")
+    parser.add_argument("--steps", type=int, nargs="*", default=[100, 1000], help="of training")
     args = parser.parse_args()
-    model = source(args.dtype)
+    model, work = source(args.dtype), args.work
+    work.mkdir(parents=True, exist_ok=True)
     own = Own("w", "t", numeric_contract(args.dtype, "cpu"))
-    scorer, engine = Scorer.from_pretrained(model, OPTIONS), make_engine(model)
-    auditor, honest = Auditor(scorer, own), list[Answer]()
+    scorer = Scorer.from_pretrained(model, OPTIONS)
+    auditor = Auditor(scorer, own)
 
-    def say(kind: str, generating: SpeculativeEngine, used: SamplingParams = SAID) -> None:
-        given = answers(generating, own, 1, args.answers, used)
+    def say(kind: str, other: Callable[[], ModelSource] = lambda: model, used: SamplingParams = SAID) -> None:
+        given = kept_answers(work, kind, lambda: make_engine(other()), own, args.answers, used)
         print(f"{kind}: {until_found(auditor, given)}", flush=True)
 
-    start_s = time.perf_counter()
-    while len(honest) * MAX_TOKENS < args.honest_tokens:
-        count = min(AT_ONCE, -(-args.honest_tokens // MAX_TOKENS) - len(honest))
-        honest += answers(engine, own, len(honest), count, SAID)
-    generated_s = time.perf_counter()
+    honest = kept_answers(work, "honest", lambda: make_engine(model), own, -(-args.honest_tokens // MAX_TOKENS))
     print(f"honest: {until_found(auditor, honest)}", flush=True)
-    print(
-        f"generated in {generated_s - start_s:.0f} s, audited in {time.perf_counter() - generated_s:.0f} s", flush=True
-    )
     for kind in ("any", "second"):
         print(f"edits, {kind} token: {edits_found(auditor, scorer, honest[: args.answers], kind)}", flush=True)
     for temperature in (0.9, 0.8):
-        say(f"T = {temperature}", engine, replace(SAID, temperature=temperature))
+        say(f"temperature-{temperature}", used=replace(SAID, temperature=temperature))
     for quantization in QUANTIZATIONS:
-        say(quantization, make_engine(source("bfloat16", quantization)))
-    for num_steps in (20, 100):
-        with tempfile.TemporaryDirectory() as folder:
-            train(Path(folder), num_steps)
-            say(f"trained {num_steps} steps", make_engine(source(args.dtype, folder=Path(folder))))
+        say(quantization, lambda: source("bfloat16", quantization))  # noqa: B023 - called at once
+    for num_steps in args.steps:
+        say(f"trained-{num_steps}", lambda: source(args.dtype, folder=trained(work, num_steps)))  # noqa: B023
 
 
 if __name__ == "__main__":

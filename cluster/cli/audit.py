@@ -16,9 +16,10 @@ from specdec.core.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from specdec.receipts.audit import Answer, Auditor, Verdict
+    from specdec.receipts.format import Receipt
     from specdec.receipts.signing import PublicKey
 
-USAGE = "FILE [FILE ...] [--share P] [--config FILE.yaml] [--public-key FILE.pem] [KEY ...]"
+USAGE = "FILE [FILE ...] [--share P] [--url URL] [--config FILE.yaml] [--public-key FILE.pem] [KEY ...]"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidParameterError("share", "--share must be above 0 and at most 1")
     config = load_config(arguments.config, config_overrides(arguments))
     answers, num_unsigned = drawn(arguments, public_key(arguments, config))
-    verdicts, bounds = auditor(config).audit(answers)
+    verdicts, bounds = auditor(config, arguments, answers[0].receipt).audit(answers)
     for verdict in verdicts:
         print_verdict(verdict, as_json=arguments.json)
     counts = {status: sum(one.status == status for one in verdicts) for status in ("ok", "flagged", "refused")}
@@ -61,17 +62,25 @@ def drawn(arguments: argparse.Namespace, key: PublicKey | None) -> tuple[list[An
     return [Answer(one.receipt, shown) for one, shown in opened], sum(not one.is_signed for one, _ in opened)
 
 
-def auditor(config: ServiceConfig) -> Auditor:
-    """Reads answers in this process."""
+def auditor(config: ServiceConfig, arguments: argparse.Namespace, receipt: Receipt) -> Auditor:
+    """Reads answers in this process, or in the service that ``--url`` names; ``receipt`` is of one of them."""
+    from cluster.cli.service_rerun import ServiceRerun
+    from cluster.cli.service_scorer import ServiceScorer
     from cluster.models.sources import backend_options, check_one_process, target_source
     from specdec.checkpoint.compat import tokenizer_width
+    from specdec.engine.build import make_sampler
     from specdec.models.loading import load_tokenizer
     from specdec.receipts.audit import Auditor
     from specdec.receipts.scoring import Scorer
 
-    check_one_process(config)
     source = target_source(config)
-    options = backend_options(config, config.target, tokenizer_width(load_tokenizer(source)))
+    width = tokenizer_width(load_tokenizer(source))
+    options = backend_options(config, config.target, width)
+    if arguments.url is not None:
+        sampler = make_sampler(source, width, receipt.eos_token_ids, options)
+        reader = ServiceScorer(ServiceRerun(arguments.url, arguments.api_key_file), sampler, receipt)
+        return Auditor(reader, reader.own)
+    check_one_process(config)
     return Auditor(Scorer.from_pretrained(source, options, progress), own_model(config))
 
 

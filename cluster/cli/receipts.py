@@ -26,6 +26,8 @@ CONFIG_KEYS = (
     "block_size",
     "max_num_batched_tokens",
     "logits_processors",
+    "exactness",
+    "strict_tile_tokens",
     "receipts",
     "log_level",
 )
@@ -33,6 +35,8 @@ CONFIG_KEYS = (
 
 def add_common_arguments(parser: Parser) -> None:
     """The flags that both commands have."""
+    parser.add_argument("--url", metavar="URL", help="ask this service instead of loading the model")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key for --url")
     parser.add_argument(
         "--public-key",
         metavar="FILE.pem",

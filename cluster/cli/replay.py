@@ -22,8 +22,6 @@ USAGE = "RECEIPT [--url URL] [--config FILE.yaml] [--public-key FILE.pem] [KEY .
 def add_arguments(parser: Parser) -> None:
     """Its flags."""
     parser.add_argument("receipt", metavar="RECEIPT", help="JSON file with a receipt or an answer; - reads it")
-    parser.add_argument("--url", metavar="URL", help="send the request to this service instead of loading the model")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key for --url")
     add_common_arguments(parser)
 
 

@@ -42,7 +42,7 @@ class ServiceRerun:
             InvalidParameterError: It does not, or the request cannot be said in an API's words.
             ServiceUnavailableError: The service does not answer.
         """
-        answer = self._ask(request_of(receipt) | {"receipt": True, "return_token_ids": True, "logprobs": 0})
+        answer = self.ask(request_of(receipt) | {"receipt": True, "return_token_ids": True, "logprobs": 0})
         new = opened(answer["receipt"]).receipt
         if new.model != receipt.model:
             raise InvalidParameterError("receipt", f"the service has another model: {new.model}, not {receipt.model}")
@@ -57,10 +57,11 @@ class ServiceRerun:
     def logprob(self, receipt: Receipt, tokens: Tokens) -> float:
         """Read as the last token of a prompt."""
         body = {"model": receipt.model.name, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
-        entry = self._ask(body)["choices"][0]["prompt_logprobs"][-1]
+        entry = self.ask(body)["choices"][0]["prompt_logprobs"][-1]
         return float(entry[str(tokens[-1])]["logprob"])
 
-    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a completion request; raises like :meth:`outputs`."""
         try:
             answer = httpx.post(f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=_TIMEOUT_S)
             found: dict[str, Any] = answer.json()

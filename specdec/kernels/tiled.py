@@ -24,7 +24,7 @@ from specdec.kernels.segmented import (
     scores_of,
 )
 
-NUM_QUERIES = 4
+NUM_QUERIES = 8
 """Tokens of a row that read a tile together: one more costs a step of single tokens, one fewer costs prompts."""
 NUM_KEYS = 256
 """Keys of a tile. Like the number of queries, part of what the numbers are."""
@@ -36,15 +36,14 @@ class _KeyTile:
 
     Attributes:
         num_units: U.
-        slots: int64 [U * keys], where the keys lie in the pool's flattened blocks.
+        places: int64 [U * H_kv * keys], where each head's keys lie in the pool's flattened heads. In place of a key
+            that none of the unit's tokens may read is that of its last token: others may hold anything.
         hidden: bool [U, 1, Q, 1, keys], what a token may not read.
-        is_unread: bool [U, keys, 1, 1], what none of a unit's tokens may.
     """
 
     num_units: int
-    slots: Tensor
+    places: Tensor
     hidden: Tensor
-    is_unread: Tensor
 
 
 class TiledAttention:
@@ -122,6 +121,7 @@ class TiledAttention:
             for values in (step.place, step.position, step.tree_first, step.tree_word)
         )
         table = step.block_table.index_select(0, step.row.index_select(0, self._tokens[::NUM_QUERIES]))
+        heads = torch.arange(self._shape.num_kv_heads, device=self._device)
         start = 0 if window is None else max(0, int(position.min()) - window + 1) // NUM_KEYS
         tiles = []
         for number in range(start, -(-self._lengths[0] // NUM_KEYS)):
@@ -129,14 +129,13 @@ class TiledAttention:
             keys = torch.arange(number * NUM_KEYS, (number + 1) * NUM_KEYS, dtype=torch.int32, device=self._device)
             tree = (first[:n], word[:n]) if self._shape.has_trees else None
             allowed = may_read(keys, place[:n], position[:n], tree, window)
-            block = (keys // size).clamp(max=table.shape[1] - 1).long()
-            slots = table[:n].index_select(1, block).long() * size + keys % size
-            is_unread = ~allowed.any(1)
-            tiles.append(_KeyTile(n, slots.flatten(), ~allowed[:, None, :, None], is_unread[:, :, None, None]))
+            at = torch.where(allowed.any(1), keys, place[:n, -1]).long()
+            slots = table[:n].gather(1, at // size).long() * size + at % size
+            places = slots.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
+            tiles.append(_KeyTile(n, places.flatten(), ~allowed[:, None, :, None]))
         return tiles
 
     def _read(self, pool: Tensor, tile: _KeyTile) -> Tensor:
-        """float32 [U * H_kv, keys, D]; 0 for what nobody reads, which may hold anything."""
-        read = pool.flatten(0, 1).index_select(0, tile.slots).view(tile.num_units, NUM_KEYS, *pool.shape[2:])
-        read = read.masked_fill_(tile.is_unread, 0.0).transpose(1, 2)
-        return read.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
+        """float32 [U * H_kv, keys, D]."""
+        read = pool.flatten(0, 2).index_select(0, tile.places).float()
+        return read.view(-1, NUM_KEYS, pool.shape[-1])

@@ -16,8 +16,6 @@ from specdec.receipts.format import Receipt, ReceiptChoice
 from specdec.receipts.scoring import OTHER_CHUNK_TOKENS, Scorer, Scores
 from specdec.sampling.noise import derive_seed
 
-CALIBRATION_TOKENS = 1 << 14
-"""So many are read twice."""
 _NUM_PARTS = 8
 """Of the probability that an honest service is flagged: see :mod:`specdec.receipts.evidence`."""
 _GREEDY = 1.0
@@ -112,6 +110,8 @@ class Auditor:
             return Verdict(receipt.id, "refused", reasons=("answers with an adapter are not audited",))
         if receipt.sampling.acceptance != "coupled":
             return Verdict(receipt.id, "refused", reasons=("under rejection tokens depend on drafts",))
+        if refusal := self._scorer.refusal(receipt):
+            return Verdict(receipt.id, "refused", reasons=(refusal,))
         for name, its, mine in (
             ("weights", receipt.model.weights, self._own.weights),
             ("tokenizer", receipt.model.tokenizer, self._own.tokenizer),
@@ -136,7 +136,7 @@ class Auditor:
             slack = 1e-4 if self._own.contract.get("dtype") == "float32" else 2e-2
             scores = self._scorer.score(spec, prompt, choice.token_ids, slack=slack)
             read.append(_Read(number, choice, spec, scores))
-            if rounding.num_tokens < CALIBRATION_TOKENS:
+            if rounding.num_tokens < self._scorer.calibration_tokens:
                 again = self._scorer.score(
                     spec, prompt, choice.token_ids, chunk_tokens=OTHER_CHUNK_TOKENS, pairs=scores.best
                 )

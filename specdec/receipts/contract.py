@@ -15,7 +15,7 @@ from specdec.models.loading import LoadedModel
 
 Contract = dict[str, str]
 
-STRICT_VERSION = 1
+STRICT_VERSION = 2
 """Counts what changes bits of ``exactness: strict``: shapes of passes and of attention, the order of sums."""
 
 

@@ -25,6 +25,7 @@ from specdec.engine.build import BackendOptions, build_target, make_sampler
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource
+from specdec.receipts.format import Receipt
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 Floats = NDArray[np.float64]
@@ -57,7 +58,12 @@ class Scorer:
     Args:
         runner: The target with its cache; it needs room for one answer.
         sampler: Applies each request's parameters.
+
+    Attributes:
+        calibration_tokens: So many tokens are read twice, to measure the rounding.
     """
+
+    calibration_tokens = 1 << 14
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
@@ -68,6 +74,10 @@ class Scorer:
         _, built = build_target(source, options, progress)
         sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
         return cls(built.runner, sampler)
+
+    def refusal(self, receipt: Receipt) -> str:
+        """Why it cannot read a receipt's answer; empty where it can."""
+        return ""
 
     def score(
         self,

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import httpx
 import psutil
@@ -64,12 +65,14 @@ class Stream:
         num_tokens: Completion tokens by the last chunk's usage; None where the stream broke.
         longest_pause_s: Longest time without a chunk.
         error: Why it broke; None where it ended as it should.
+        logprobs: Of its tokens, where they are asked for.
     """
 
     text: str = ""
     num_tokens: int | None = None
     longest_pause_s: float = 0.0
     error: str | None = None
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Streams:
         max_tokens: Of each; end-of-sequence tokens are ignored.
         fields: Others of the body.
         headers: Of each request.
+        kinds: More fields: stream ``i`` has those of ``kinds[i % len(kinds)]``.
     """
 
     url: str
@@ -91,13 +95,13 @@ class Streams:
     max_tokens: int = 400
     fields: Mapping[str, object] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    kinds: Sequence[Mapping[str, object]] = ({},)
     num_chunks: dict[int, int] = field(default_factory=dict)
     _futures: list[Future[Stream]] = field(default_factory=list)
 
-    def run(self, i: int) -> Stream:
-        """Run stream ``i`` to its end."""
-        stream, heard_s, self.num_chunks[i] = Stream(), time.monotonic(), 0
-        body = {
+    def body(self, i: int) -> dict[str, Any]:
+        """What stream ``i`` asks for."""
+        return {
             "model": self.model,
             "prompt": f"def function_{i}(values):\n",
             "max_tokens": self.max_tokens,
@@ -107,12 +111,17 @@ class Streams:
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
             **self.fields,
+            **self.kinds[i % len(self.kinds)],
         }
+
+    def run(self, i: int) -> Stream:
+        """Run stream ``i`` to its end."""
+        stream, heard_s, self.num_chunks[i] = Stream(), time.monotonic(), 0
         try:
             with httpx.stream(
                 "POST",
                 f"{self.url}/v1/completions",
-                json=body,
+                json=self.body(i),
                 headers=dict(self.headers),
                 timeout=STREAM_TIMEOUT_S,
                 trust_env=False,
@@ -128,7 +137,9 @@ class Streams:
                         stream.error = str(event["error"])
                         return stream
                     self.num_chunks[i] += 1
-                    stream.text += "".join(choice["text"] for choice in event["choices"])
+                    for choice in event["choices"]:
+                        stream.text += choice["text"]
+                        stream.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
                     if event.get("usage"):
                         stream.num_tokens = event["usage"]["completion_tokens"]
         except httpx.HTTPError as error:
@@ -259,7 +270,14 @@ def answers(service: RunningService) -> bool:
 
 
 def under_random_kills(
-    service: RunningService, streams: Streams, *, count: int, period_s: float, seed: int
+    service: RunningService,
+    streams: Streams,
+    *,
+    count: int,
+    period_s: float,
+    seed: int,
+    victims: Sequence[str] = ("draft", "target", "router"),
+    num_tokens: int = 0,
 ) -> tuple[list[list[Stream]], list[str]]:
     """Run all streams, again and again, while processes are killed at random; the last kill is under streams, too.
 
@@ -269,6 +287,8 @@ def under_random_kills(
         count: Kills.
         period_s: Seconds between two.
         seed: Of the order of the kills.
+        victims: Who is killed.
+        num_tokens: Go on until so many have come, at least.
 
     Returns:
         What became of the streams, round by round, and who was killed.
@@ -279,14 +299,14 @@ def under_random_kills(
     def kill() -> None:
         while len(killed) < count:
             time.sleep(period_s)
-            victim = rng.choice(("draft", "target", "router"))
+            victim = rng.choice(victims)
             if kill_one(service, victim, rng) is not None:
                 killed.append(victim)
 
-    rounds = []
+    rounds: list[list[Stream]] = []
     killer = threading.Thread(target=kill)
     killer.start()
-    while killer.is_alive():
+    while killer.is_alive() or sum(stream.num_tokens or 0 for ended in rounds for stream in ended) < num_tokens:
         with streams.running() as wait:
             rounds.append(wait())
     killer.join()

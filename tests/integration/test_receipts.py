@@ -1,8 +1,9 @@
-"""Receipts of a running service: signed, replayed by it and without it, and audited; an edited one is found."""
+"""Receipts of a strict service with two targets: signed, replayed and audited by it and without it; edits are found."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cluster.cli import main
 from specdec.receipts.format import opened, sealed
 from specdec.receipts.signing import load_signing_key
-from tests.integration.running import RunningService
+from tests.integration.running import RunningService, eventually
 from tests.specdec.receipts.answers import with_token
 
+STRICT = ("--exactness", "strict", "--target-dtype", "bfloat16")
 PROMPT = "def read_lines(path):\n    with open"
 
 
@@ -30,7 +32,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(key_file: Path) -> Iterator[RunningService]:
-    running = RunningService("--receipts-key-file", str(key_file))
+    running = RunningService("--receipts-key-file", str(key_file), *STRICT, "--replicas-target", "2")
     yield running
     assert running.stop() == 0
 
@@ -43,15 +45,23 @@ def answer(service: RunningService) -> dict[str, Any]:
     return found.model_dump()
 
 
+def steps(service: RunningService) -> dict[str, float]:
+    """Of each target."""
+    found = {key: count for key, count in service.metrics().items() if re.match(r"specdec_steps_total.*:?TargetS", key)}
+    assert len(found) == 2
+    return found
+
+
 def test_the_service_replays_it_and_so_does_an_engine(
     service: RunningService, answer: dict[str, Any], key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(answer))
-    keys = ("--receipts-key-file", str(key_file))
-    for where in (("--url", service.url), ()):
+    keys, before = ("--receipts-key-file", str(key_file), *STRICT), steps(service)
+    for where in (*[("--url", service.url)] * 3, ()):
         assert main(["replay", str(file), *where, *keys]) == 0
         assert capsys.readouterr().out == f"same ({answer['id']}, signed)\n"
+    eventually(lambda: all(steps(service)[one] > count for one, count in before.items()), 60, "either target replays")
 
 
 def test_an_edited_token_is_found_by_both_and_by_the_audit(
@@ -62,7 +72,7 @@ def test_an_edited_token_is_found_by_both_and_by_the_audit(
     envelope, _ = sealed(with_token(receipt, 1, 9, (own + 1) % 4096), load_signing_key(key_file))
     (tmp_path / "honest.json").write_text(json.dumps(answer))
     (tmp_path / "edited.json").write_text(json.dumps(envelope))
-    keys = ("--receipts-key-file", str(key_file))
+    keys = ("--receipts-key-file", str(key_file), *STRICT)
     gaps = []
     for where in (("--url", service.url), ()):
         assert main(["replay", str(tmp_path / "edited.json"), *where, *keys]) == 1
@@ -70,8 +80,9 @@ def test_an_edited_token_is_found_by_both_and_by_the_audit(
         assert said.startswith(f"choice 1, token 9: the receipt has token {(own + 1) % 4096}, now token {own}, logits ")
         gaps.append(float(said.split(" logits ")[1].split()[0]))
     assert gaps[0] == pytest.approx(gaps[1], abs=1e-2)
-    assert main(["audit", str(tmp_path / "honest.json"), str(tmp_path / "edited.json"), "--json", *keys]) == 1
-    verdicts = sorted(
-        (json.loads(line) for line in capsys.readouterr().out.splitlines()), key=lambda one: one["status"]
-    )
-    assert [(one["status"], one["choice"], one["token"]) for one in verdicts] == [("flagged", 1, 9), ("ok", None, None)]
+    files = (str(tmp_path / "honest.json"), str(tmp_path / "edited.json"))
+    for where in (("--url", service.url), ()):
+        assert main(["audit", *files, "--json", *where, *keys]) == 1
+        verdicts = sorted(map(json.loads, capsys.readouterr().out.splitlines()), key=lambda one: one["status"])
+        found = [(one["status"], one["choice"], one["token"]) for one in verdicts]
+        assert found == [("flagged", 1, 9), ("ok", None, None)]

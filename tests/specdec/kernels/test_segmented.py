@@ -19,6 +19,7 @@ from specdec.kernels.segmented import (
     num_segments,
     segment_start,
 )
+from specdec.kernels.tiled import TiledAttention
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.kernels.steps import SHAPE, Case, make_case
 
@@ -177,6 +178,29 @@ def test_what_no_token_may_read_may_be_anything() -> None:
         pool[case.step.block_table[1, 1].long(), 2:] = math.nan
     assert torch.equal(attended(case, layer), out)
     assert torch.equal(reference(case, layer), reference(case, layer).nan_to_num())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tiles_are_a_softmax_of_what_may_be_read_and_a_token_has_the_same_bits_in_any_company(name: str) -> None:
+    case = make_case(SHAPE, RAGGED, padding=3)
+    expected = dense(case, LAYERS[name])
+    is_read = torch.zeros(case.keys.shape[:2], dtype=torch.bool)
+    for row, (before, count) in enumerate(RAGGED):
+        first = max(0, before + 1 - (LAYERS[name].window or SHAPE.max_length))
+        places = torch.arange(first, before + count)
+        is_read[case.step.block_table[row][places // SHAPE.block_size].long(), places % SHAPE.block_size] = True
+    for pool in (case.keys, case.values):
+        pool[~is_read] = math.nan
+    kernel = TiledAttention(case.shape, CPU)
+
+    def tiled(part: Case) -> torch.Tensor:
+        kernel.prepare(part.step)
+        return kernel.attend(part.queries, part.keys, part.values, LAYERS[name])
+
+    out = tiled(case)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0)
+    for numbers in ([17, 4, 14, 9], [15]):
+        assert torch.equal(tiled(case.rows(numbers)), out[numbers])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
