@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from cluster.cli.service_scorer import ServiceScorer
 from specdec import BackendOptions, SamplingParams, SpeculativeEngine
+from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import Grammar
 from specdec.core.types import Tokens
+from specdec.engine.build import make_sampler
 from specdec.receipts.audit import Answer, Auditor
-from specdec.receipts.format import Receipt
+from specdec.receipts.format import Receipt, sealed
 from specdec.receipts.scoring import OTHER_CHUNK_TOKENS, Scorer
+from specdec.receipts.signing import SigningKey
 from tests.specdec.receipts.answers import PROMPTS, answer, make_engine, own, single, source, with_token
 
 OPTIONS = BackendOptions(
@@ -53,6 +59,42 @@ def test_honest_answers_pass_whatever_was_asked(engine: SpeculativeEngine, audit
     assert {verdict.status for verdict in verdicts} == {"ok"}
     assert sum(verdict.num_tokens for verdict in verdicts) > 400
     assert bounds.gap < 0.01
+
+
+class Service:
+    """Answers the requests of an audit as a running service does."""
+
+    def __init__(self, engine: SpeculativeEngine, receipt: Receipt) -> None:
+        self._engine, self._receipt = engine, receipt
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        asked = SamplingParams(prompt_logprobs=body.get("prompt_logprobs"))
+        result = self._engine.generate(body["prompt"], asked, seed=1, max_tokens=body["max_tokens"])
+        entries = zip(body["prompt"], result.prompt_logprobs or (), strict=False)
+        told = [
+            entry and {str(one): {"logprob": logprob} for one, logprob in ((token, entry.logprob), *entry.top)}
+            for token, entry in entries
+        ]
+        envelope, _ = sealed(self._receipt, SigningKey(Ed25519PrivateKey.generate()))
+        return {"receipt": envelope, "choices": [{"prompt_logprobs": told}]}
+
+
+def test_a_service_reads_as_the_model_itself_does(engine: SpeculativeEngine, honest: Receipt) -> None:
+    sampler = make_sampler(source(), 4096, honest.eos_token_ids, OPTIONS)
+    scorer = ServiceScorer(Service(engine, honest), sampler, honest)  # type: ignore[arg-type]
+    auditor = Auditor(scorer, scorer.own)
+    additive = [replace(one, repetition_penalty=1.0) for one in SAMPLINGS]
+    answers = [answer(engine, PROMPTS[:2], one, seed=i, max_tokens=24) for i, one in enumerate(additive)]
+    verdicts, bounds = auditor.audit([Answer(one, {}) for one in (honest, *answers)])
+    assert [(verdict.status, verdict.reasons) for verdict in verdicts] == [("ok", ())] * len(verdicts)
+    assert (bounds.gap, bounds.num_tokens) == (1e-3, 0)
+    assert flagged(auditor, with_token(honest, 1, 9, (honest.choices[1].token_ids[9] + 1) % 4096))[1] == 9
+    assert -1 not in flagged(auditor, answer(engine, used_seed=7))
+    penalized = msgspec.structs.replace(honest, sampling=SAMPLINGS[2])
+    assert auditor.audit([Answer(penalized, {})])[0][0].reasons == (scorer.refusal(penalized),)
+    rounded = msgspec.structs.replace(honest, contract=honest.contract | {"dtype": "bfloat16"})
+    with pytest.raises(InvalidParameterError, match="--url needs a strict service"):
+        ServiceScorer(Service(engine, rounded), sampler, honest)  # type: ignore[arg-type]
 
 
 def flagged(auditor: Auditor, receipt: Receipt) -> list[int | None]:
