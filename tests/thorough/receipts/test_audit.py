@@ -83,7 +83,10 @@ def test_a_service_reads_as_the_model_itself_does(engine: SpeculativeEngine, hon
     sampler = make_sampler(source(), 4096, honest.eos_token_ids, OPTIONS)
     scorer = ServiceScorer(Service(engine, honest), sampler, honest)  # type: ignore[arg-type]
     auditor = Auditor(scorer, scorer.own)
-    additive = [replace(one, repetition_penalty=1.0) for one in SAMPLINGS]
+    additive = [
+        *(replace(one, repetition_penalty=1.0) for one in SAMPLINGS),
+        SamplingParams(temperature=1.2, top_p=0.95),
+    ]
     answers = [answer(engine, PROMPTS[:2], one, seed=i, max_tokens=24) for i, one in enumerate(additive)]
     verdicts, bounds = auditor.audit([Answer(one, {}) for one in (honest, *answers)])
     assert [(verdict.status, verdict.reasons) for verdict in verdicts] == [("ok", ())] * len(verdicts)
