@@ -60,6 +60,8 @@ class TiledAttention:
         self._lengths: list[int] = []
         self._tokens = self._own = torch.zeros(0, dtype=torch.int64)
         self._tiles: dict[int | None, list[_KeyTile]] = {}
+        # Kept: where memory is new in each layer, a step of 16 rows spends most of its time on page faults.
+        self._buffers = [torch.empty(0, device=device) for _ in range(2)]
 
     def prepare(self, step: AttentionStep) -> None:
         """See :meth:`AttentionKernel.prepare`; on a GPU this waits."""
@@ -90,7 +92,7 @@ class TiledAttention:
         sums = empty_sums(packed, value_pool.shape[-1])
         for tile in self._tiles[layer.window]:
             n = tile.num_units * shape.num_kv_heads
-            keys, values = self._read(key_pool, tile), self._read(value_pool, tile)
+            keys, values = self._read(key_pool, tile, 0), self._read(value_pool, tile, 1)
             scores = scores_of(torch.bmm(packed[:n], keys.transpose(1, 2)), layer)
             seen = scores.view(tile.num_units, shape.num_kv_heads, NUM_QUERIES, shape.group, NUM_KEYS)
             seen.masked_fill_(tile.hidden, -torch.inf)
@@ -135,7 +137,10 @@ class TiledAttention:
             tiles.append(_KeyTile(n, places.flatten(), ~allowed[:, None, :, None]))
         return tiles
 
-    def _read(self, pool: Tensor, tile: _KeyTile) -> Tensor:
-        """float32 [U * H_kv, keys, D]."""
-        read = pool.flatten(0, 2).index_select(0, tile.places).float()
-        return read.view(-1, NUM_KEYS, pool.shape[-1])
+    def _read(self, pool: Tensor, tile: _KeyTile, number: int) -> Tensor:
+        """float32 [U * H_kv, keys, D], until the next reading of that number."""
+        read = pool.flatten(0, 2).index_select(0, tile.places)
+        if self._buffers[number].numel() < read.numel():
+            self._buffers[number] = read.new_empty(read.numel(), dtype=torch.float32)
+        kept = self._buffers[number][: read.numel()].view(-1, NUM_KEYS, pool.shape[-1])
+        return kept.copy_(read.view(kept.shape))
