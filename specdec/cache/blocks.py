@@ -48,11 +48,6 @@ class CachedSequence:
     def __len__(self) -> int:
         return len(self.tokens.array)
 
-    @property
-    def block_ids(self) -> list[int]:
-        """The first group's table: the only one where all layers attend alike."""
-        return self.tables[0]
-
 
 class BlockGroup:
     """The blocks of all layers that attend alike, counted by reference; see :class:`BlockPool`.

@@ -8,13 +8,12 @@ from functools import cache, partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.recurrent.pool import StatePool
 from specdec.executor.staging import Uploads
 from specdec.kernels.attention import GroupStep, address
-from specdec.models.probe import AttentionLayer
+from specdec.models.probe import AttentionLayer, PromptCache
 
 
 def group_window(layer: AttentionLayer) -> int | None:
@@ -30,7 +29,7 @@ def write_by_operators(
         pool.flatten(0, 1).index_copy_(0, slots, states)
 
 
-class PagedCache(Cache):  # type: ignore[misc]
+class PagedCache(PromptCache):
     """Pools of keys and values, one pair per layer that caches; written where the step says.
 
     Keys are cached as the model hands them over: rotated, at their absolute positions. One more block than the block
@@ -50,7 +49,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         states: StatePool | None = None,
         kernel: str = "gather",
     ) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self._write = write_by_operators
         # Triton's loads are masked: what the step's rows have not written is never read, and may hold anything.
         self._reads_unwritten = kernel != "triton"
@@ -124,12 +123,6 @@ class PagedCache(Cache):  # type: ignore[misc]
             return keys.unsqueeze(0), values.unsqueeze(0)
         return pools
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, always: a layer then takes the way of a prompt, whose functions are ours."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as :meth:`get_conv_state`."""
-
     def update_conv_state(
         self,
         conv_states: torch.Tensor,
@@ -147,10 +140,6 @@ class PagedCache(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Nothing: the scan has kept it."""
         return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """No."""
-        return False
 
     def copy_blocks(self, group: int, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers of a group; all are read before any is written."""
@@ -174,10 +163,6 @@ class PagedCache(Cache):  # type: ignore[misc]
     def _on_devices(self, numbers: NDArray[np.int64]) -> Callable[[torch.device], torch.Tensor]:
         """The numbers on the device asked for, uploaded to each once."""
         return cache(lambda device: self._uploads.setdefault(device, Uploads(device)).send([numbers])[0])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0, always: positions are given, and masks are not built."""
-        return 0
 
     @property
     def num_bytes(self) -> int:

@@ -51,11 +51,32 @@ class AttentionLayer:
         return self.num_key_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-class ProbeCache(Cache):  # type: ignore[misc]
+class PromptCache(Cache):  # type: ignore[misc]
+    """What layers ask a cache for beside keys and values, answered as at a prompt that is read from its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, always: a layer then takes the way of a prompt, whose functions are ours."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, as :meth:`get_conv_state`."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No."""
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0, always: positions are given, and masks are not built."""
+        return 0
+
+
+class ProbeCache(PromptCache):
     """Keeps nothing but what a layer handed over, to see that attention gets the very same tensors."""
 
     def __init__(self, recurrent: RecurrentProbe) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._recurrent = recurrent
 
@@ -65,12 +86,6 @@ class ProbeCache(Cache):  # type: ignore[misc]
         """What was handed over."""
         self.states[layer_idx] = (key_states, value_states)
         return self.states[layer_idx]
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as at a prompt."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as at a prompt."""
 
     def update_conv_state(
         self,
@@ -90,14 +105,6 @@ class ProbeCache(Cache):  # type: ignore[misc]
         if layer_idx not in self._recurrent.layers:
             raise ModelLoadError(f"layer {layer_idx} has a recurrent state of a kind that is not supported")
         return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """No."""
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0."""
-        return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """0."""

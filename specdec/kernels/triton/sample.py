@@ -20,8 +20,6 @@ from specdec.kernels.triton.fixed import gumbel, mass, words
 from specdec.kernels.triton.rejection import cell, descend, draw, weigh
 
 _BLOCK = 1024
-_MAX_TOP = 32
-"""Most likely tokens that can be listed for a row: a power of two."""
 _LEVELS, _PART = 8, 8
 """Levels of logits that blocks count their tokens by; and blocks whose candidates one program gathers."""
 _NO_TOKEN = tl.constexpr(2147483647)

@@ -135,11 +135,11 @@ def test_blocks_out_of_order_read_the_same(models: Models, whole_forward: Whole,
     for filler in fillers:
         assert batch.runner.reserve(filler, 1)
     for filler in fillers:
-        if filler.block_ids[0] % 2:
+        if filler.tables[0][0] % 2:
             batch.runner.free(filler)
-            filler.block_ids.clear()
+            filler.tables[0].clear()
     batch.prefill([200, 90, 31], max_chunk=70)
-    assert all(block % 2 for sequence, _ in batch.rows for block in sequence.block_ids)
+    assert all(block % 2 for sequence, _ in batch.rows for block in sequence.tables[0])
     for _ in range(4):
         batch.round(max_drafts=5)
     assert batch.difference <= TOLERANCE
@@ -261,7 +261,7 @@ def test_blocks_are_prepared_by_the_next_step_where_memory_ran_out(
     assert runner.reserve(spoilt, 12)
     for pools in runner._cache._pools.values():
         for pool in pools:
-            pool[spoilt.block_ids] = torch.nan
+            pool[spoilt.tables[0]] = torch.nan
     runner.free(spoilt)
     first = runner.new_sequence()
     assert runner.reserve(first, 3)
@@ -278,7 +278,7 @@ def test_blocks_are_prepared_by_the_next_step_where_memory_ran_out(
     with pytest.raises(torch.OutOfMemoryError):
         runner.forward([RowInput(fork, [4], 1)])
     logits = runner.forward([RowInput(fork, [4], 1)])
-    assert all(pool[fork.block_ids].isfinite().all() for pools in runner._cache._pools.values() for pool in pools)
+    assert all(pool[fork.tables[0]].isfinite().all() for pools in runner._cache._pools.values() for pool in pools)
     whole = ModelRunner(loaded, num_blocks=3, block_size=4)
     alone = whole.new_sequence()
     assert whole.reserve(alone, 4)

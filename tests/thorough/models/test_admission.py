@@ -46,7 +46,7 @@ def test_a_model_whose_state_is_rolled_back_wrongly_is_refused(
         refused = sequence.tokens[length:].tolist()
         right(sequence, length)
         if refused and length > 1:
-            slot = sequence.block_ids[(length - 1) // 4] * 4 + (length - 1) % 4
+            slot = sequence.tables[0][(length - 1) // 4] * 4 + (length - 1) % 4
             for pools in runner._cache._pools.values():
                 for pool in pools:
                     pool.flatten(0, 1)[slot] = pool.flatten(0, 1)[slot - 1 if slot else 0]

@@ -125,10 +125,10 @@ def test_slots_run_out_and_come_back() -> None:
     assert runner.reserve(first, 3)
     assert runner.reserve(second, 3)
     assert not runner.reserve(third, 3)
-    assert third.block_ids == []
+    assert third.tables[0] == []
     runner.forward([RowInput(first, [5, 6, 7], 0)])
     fork = runner.fork(first)
-    assert (fork.tokens, fork.block_ids) == ([], [])
+    assert (fork.tokens, fork.tables[0]) == ([], [])
     runner.free(second)
     assert runner.fork(first).tokens == [5, 6, 7]
     assert runner.states is not None
