@@ -22,6 +22,7 @@ from specdec.core.errors import reason_of
 from specdec.executor.chains import ChainGraphs, LaunchedChains, RunPass, TokenChooser
 from specdec.executor.compiled import CompiledLayers
 from specdec.executor.derive import DerivedStep
+from specdec.executor.finite import FiniteRows
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs, unrecordable
 from specdec.executor.paged_cache import PagedCache, group_window
 from specdec.executor.rows import (
@@ -59,7 +60,7 @@ _COMPILED_TOKENS = 67
 """Tokens of the step that layers are compiled by: few, as most steps have, and as many as no other size of a model."""
 
 
-class ModelRunner(SequenceCache):
+class ModelRunner(SequenceCache, FiniteRows):
     """A model and its paged cache. Used by one thread at a time.
 
     Args:
@@ -92,8 +93,6 @@ class ModelRunner(SequenceCache):
         progress: Layers done, for whoever watches from another thread.
         hidden: Of the newest step, what is noted for heads that draft: [tokens, hidden size] each, until the next step.
         extra: What came along with the newest step's upload; see :meth:`forward`.
-        is_finite: Of the newest step, bool [tokens + rows of logits] on a device: whether each token's hidden state,
-            and each row's largest logit, are finite numbers. See :meth:`spoilt_rows`.
         limits: The largest step, where steps are recorded.
         graphs_failure: After :meth:`record_graphs`, why steps are not recorded; empty where they are.
         compile_failure: After :meth:`record_graphs`, why layers are not compiled; empty where they are.
@@ -127,14 +126,12 @@ class ModelRunner(SequenceCache):
             has_full_layers=not windows or None in windows,
             lookahead_tokens=lookahead_tokens,
         )
-        super().__init__(blocks)
+        SequenceCache.__init__(self, blocks)
+        FiniteRows.__init__(self)
         self.loaded = loaded
         self.progress = StepProgress()
         self.hidden: tuple[torch.Tensor, ...] = ()
         self.extra: Sequence[torch.Tensor] | None = None
-        self.is_finite = torch.ones(0, dtype=torch.bool)
-        self._counts: tuple[NDArray[np.int64], ...] = ()  # tokens, and rows of logits, of each row of the newest step
-        self._finite_tokens: torch.Tensor | None = None
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
         self._padding = padding
@@ -305,37 +302,6 @@ class ModelRunner(SequenceCache):
         """Say which tokens were read from position ``start`` on, all of whose numbers are known by now."""
         sequence.tokens.truncate(start)
         sequence.tokens.extend(tokens)
-
-    @property
-    def flag_rows(self) -> NDArray[np.int64]:
-        """The row of the newest step that each of :attr:`is_finite` is of."""
-        number = np.arange(len(self._counts[0]))
-        return np.concatenate([number.repeat(counts) for counts in self._counts])
-
-    def spoilt_rows(self, is_finite: NDArray[np.bool_] | None = None) -> tuple[int, ...]:
-        """Rows of the newest step of which something is not finite, by index, in order.
-
-        Their logits mean nothing, and nothing of what they cached may be reused.
-
-        Args:
-            is_finite: That attribute on the host; by default it is downloaded.
-        """
-        flags = self.is_finite.cpu().numpy() if is_finite is None else is_finite
-        return () if flags.all() else tuple(np.unique(self.flag_rows[~flags]).tolist())
-
-    def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """The newest step's logits with 0 in rows of which the largest is not finite."""
-        flags = self.is_finite[len(self.is_finite) - len(logits) :]
-        return (
-            logits
-            if flags.device.type == "cpu" and flags.all()
-            else logits.masked_fill(~flags.to(logits.device).unsqueeze(1), 0.0)
-        )
-
-    def _note_finite(self, own: StepRows, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Keep which tokens, and which rows of logits, are finite."""
-        self.is_finite = torch.cat((tokens, logits.to(tokens.device)))
-        self._counts = own.num_tokens, own.num_logits
 
     def _launch(
         self, rows: Sequence[RowInput], drawn: torch.Tensor | None = None, extra: Sequence[NDArray[Any]] = ()
@@ -600,10 +566,6 @@ class ModelRunner(SequenceCache):
     def uncompiled(self) -> AbstractContextManager[None]:
         """Within, the model runs operator by operator, also where its layers are compiled."""
         return nullcontext() if self._layers is None else self._layers.not_used()
-
-    def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
-        """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
-        self._finite_tokens = output[0][0].isfinite().all(-1)
 
     def _used_adapters(
         self, rows: Sequence[RowInput], parts: Sequence[RowPart], num_tokens: int
