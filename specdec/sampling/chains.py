@@ -91,9 +91,10 @@ class ChainSampler:
         own = {x.name: getattr(self._step, x.name)[:n] for x in fields(self._step) if x.name not in _WHOLE}
         step, scores = replace(self._step, **own), self._triton.edited[:n] if self.num_guesses else None
         step = replace(step, position=step.position + number)
-        options = {"penalties": False, "truncation": True, "noise": True, "rejection": False}
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
-            self._triton.decide(logits, step, scores=scores, **options)
+            self._triton.decide(
+                logits, step, penalties=False, truncation=True, noise=True, rejection=False, scores=scores
+            )
         tokens = self._triton.chosen[:n].clamp(min=0)  # the model reads those of padding, too
         if scores is None:
             return Chosen(tokens, None, None)

@@ -170,12 +170,12 @@ class KernelSampler:
         for start, part in zip(starts, parts, strict=False):
             rows, staged = part.rows, self.staged(part, sent[array : array + len(part.arrays)])
             of_part = logits[row : row + rows.num_rows]
-            self._kernels.record = record.tensors["decided"][start : start + len(rows.groups)]
+            decided = record.tensors["decided"][start : start + len(rows.groups)]
             if drawn is not None:
                 put_drawn(staged.step.draft, drawn)
-            self._decide(of_part, staged)
+            self._decide(of_part, staged, record=decided)
             if part.asking:
-                numbers = self._logprobs(of_part, staged.step, staged.asking, most, max(num_top)).view(-1)
+                numbers = self._logprobs(of_part, staged, decided, most, max(num_top)).view(-1)
                 record.tensors["numbers"][number : number + len(numbers)].copy_(numbers)
                 number += len(numbers)
             array, row = array + len(part.arrays), row + rows.num_rows
@@ -231,28 +231,30 @@ class KernelSampler:
         is_there = sent is not None and sent[0].device == self._device
         return sent if sent is not None and is_there else self._uploads.send(arrays)
 
-    def _decide(self, logits: Tensor, staged: StagedStep, scores: Tensor | None = None) -> None:
+    def _decide(
+        self, logits: Tensor, staged: StagedStep, scores: Tensor | None = None, record: Tensor | None = None
+    ) -> None:
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
-            self._kernels.decide(logits, staged.step, scores=scores, **staged.options)
+            self._kernels.decide(logits, staged.step, scores=scores, record=record, **staged.options)
 
     def _chosen(self, rows: Rows) -> Tensor:
         chosen: Tensor = self._kernels.chosen[: rows.num_rows]
         return chosen
 
-    def _logprobs(self, logits: Tensor, step: SampleStep, asking: Tensor, most: int, num_top: int) -> Tensor:
+    def _logprobs(self, logits: Tensor, staged: StagedStep, record: Tensor, most: int, num_top: int) -> Tensor:
         """What to report of the tokens of records; of those that are not there anything.
 
         Args:
             logits: Of all rows.
-            step: Of the groups.
-            asking: int64 [G], the groups that ask.
+            staged: The groups.
+            record: What was decided of each.
             most: Tokens of each.
             num_top: See :func:`logprob_numbers`.
         """
-        decided = self._kernels.record.index_select(0, asking)
+        decided = record.index_select(0, staged.asking)
         width = self._sizes[2]
         tokens, path = decided[:, NUM_FIXED:][:, :most], decided[:, NUM_FIXED + width :][:, : most - 1]
-        first = step.first.index_select(0, asking).long().unsqueeze(1)
+        first = staged.step.first.index_select(0, staged.asking).long().unsqueeze(1)
         of_token = torch.cat((first, first + 1 + path), 1)
         return logprob_numbers(
             logits[:, : self._vocab_size], of_token.reshape(-1), tokens.clamp(min=0).long().reshape(-1), num_top

@@ -429,6 +429,7 @@ class TritonSampler:
         noise: bool,
         rejection: bool,
         scores: Tensor | None = None,
+        record: Tensor | None = None,
     ) -> None:
         """Choose each row's token, walk each sequence's draft, and write the records.
 
@@ -441,7 +442,9 @@ class TritonSampler:
             noise: Whether any has a temperature.
             rejection: Whether any has the rejection rule.
             scores: float32 [N, V], takes what is chosen by, with noise.
+            record: Takes the records, in the place of :attr:`record`: as wide, int32, at least a line a sequence.
         """
+        record = self.record if record is None else record
         num_rows, num_sequences, v = len(step.sequence), len(step.first), self._vocab_size
         sizes = {"V": v, "BLOCK": self._block, "BLOCKS": self._num_blocks}
         padded = {"BLOCKS_PADDED": triton.next_power_of_2(self._num_blocks)}
@@ -484,13 +487,13 @@ class TritonSampler:
             **options,
         )
         _walk[(num_sequences,)](
-            self.chosen, self._flags, step.draft, step.parent, step.first, step.count, step.rejects, self.record,
-            self.record.stride(0), MAX_ROWS=self._max_tokens, **options,
+            self.chosen, self._flags, step.draft, step.parent, step.first, step.count, step.rejects, record,
+            record.stride(0), MAX_ROWS=self._max_tokens, **options,
         )  # fmt: skip
         if rejection:
             sources = self.edited, self._threshold, self.chosen
             drawn = step.draft_ids, step.draft_probs, step.first, step.count, step.rejects
-            width, record = step.draft_ids.shape[1], (self.record, self.record.stride(0))
+            width, lines = step.draft_ids.shape[1], (record, record.stride(0))
             weigh[cells](
                 *sources,
                 self._block_mass,
@@ -502,11 +505,11 @@ class TritonSampler:
             )
             descend[(num_sequences,)](
                 *sources, self._block_mass, self._flags, step.draft, step.parent, step.position, *drawn, step.seed,
-                step.temperature, self._left, self._last_row, self._goal, *record,
+                step.temperature, self._left, self._last_row, self._goal, *lines,
                 V=v, BLOCKS=self._num_blocks, **padded, WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width),
                 MAX_ROWS=self._max_tokens, HAS_TRUNCATION=truncation, **options | {"num_warps": 1},
             )  # fmt: skip
             draw[(num_sequences,)](
-                *sources, step.parent, *drawn, step.temperature, self._left, self._last_row, self._goal, *record,
+                *sources, step.parent, *drawn, step.temperature, self._left, self._last_row, self._goal, *lines,
                 WIDTH=width, HAS_TRUNCATION=truncation, **sizes, **options,
             )  # fmt: skip

@@ -79,8 +79,12 @@ class Kernels:
         self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
         self.num_bytes = self.edited.nbytes
 
-    def decide(self, logits: Tensor, step: Any, **options: Any) -> None:
+    def decide(self, logits: Tensor, step: Any, record: Tensor | None = None, **options: Any) -> None:
         assert all(getattr(step, name).device == META for name in type(step).__slots__)
+        record = self.record if record is None else record
+        assert len(record) >= len(step.first)
+        assert record.shape[1] >= self.record.shape[1]
+        assert record.storage_offset() * record.element_size() % 16 == 0
 
 
 class NoStates(types.ModuleType):
@@ -384,6 +388,15 @@ def test_a_step_that_is_decided_in_parts_waits_for_all_of_them_at_once(monkeypat
     assert order == [*["decide"] * 3, "download", "collect"]
 
 
+def test_what_is_sampled_after_a_step_has_a_record_for_each_of_its_sequences() -> None:
+    """The kernels write one, though nobody reads it; the step's may have room for fewer."""
+    target = Target("llama", ["noise"], 1, 0, True)
+    sampler, groups = target.backend._sampler, [RowGroup(target.jobs[0].spec, (3, 4, 5))] * 30
+    for _ in range(2):
+        sampler.sample(target.runner.no_logits(30), groups)
+        target.step()
+
+
 FEATURES_OF_DRAFTS = [("greedy", "noise", "top_p"), ("greedy",)]
 
 
@@ -504,10 +517,22 @@ def test_serving_samples_in_no_way_that_was_not_warmed(monkeypatch: pytest.Monke
     """A kernel is compiled by options, widths, masks and sizes of buffers, and anew for lines that are not aligned."""
     ways: set[object] = set()
 
-    def note(self: Kernels, logits: Tensor, step: Any, scores: Tensor | None = None, **options: Any) -> None:
+    def note(
+        self: Kernels,
+        logits: Tensor,
+        step: Any,
+        scores: Tensor | None = None,
+        record: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         lines = [getattr(step, name) for name in type(step).__slots__ if name not in ("counts", "prompt_bits")]
         assert all(line.storage_offset() * line.element_size() % 16 == 0 for line in lines if line.numel())
-        shapes = self.chosen.shape, self.record.shape, step.draft_ids.shape[1], len(step.masks) > 0
+        shapes = (
+            self.chosen.shape,
+            None if record is None else record.stride(),
+            step.draft_ids.shape[1],
+            len(step.masks) > 0,
+        )
         ways.add((*sorted(options.items()), scores is None, shapes, logits.stride(), logits.dtype))
 
     monkeypatch.setattr(Kernels, "decide", note)

@@ -36,11 +36,8 @@ class SometimesBad(ModelDrafter):
 
 @interpreted
 @pytest.mark.parametrize("most_rows", [100, 4])
-def test_tokens_and_reports_are_those_of_torch_and_a_step_is_one_download(
-    most_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_and_reports_are_those_of_torch_and_a_step_is_one_download(most_rows: int) -> None:
     """Also where a step's rows are decided in several parts."""
-    monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 4 * VOCAB_SIZE * most_rows)
     edited = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.5, logprobs=2)
     cases = [
         Case((9, 10, 11), 7, edited, seed=1),
@@ -57,6 +54,7 @@ def test_tokens_and_reports_are_those_of_torch_and_a_step_is_one_download(
             3,
         )
         with (
+            patch.object(rows, "MAX_SLICE_BYTES", 4 * VOCAB_SIZE * most_rows),
             patch.object(Record, "download", autospec=True, side_effect=Record.download) as downloads,
             patch.object(ModelRunner, "spoilt_rows", autospec=True, side_effect=ModelRunner.spoilt_rows) as asked,
         ):

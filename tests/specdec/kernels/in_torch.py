@@ -28,7 +28,14 @@ class TorchSampler:
         self.record = torch.zeros(sequences, record_width(tokens), dtype=torch.int32, device=device)
         self.num_bytes = self.edited.nbytes
 
-    def decide(self, logits: Tensor, step: SampleStep, scores: Tensor | None = None, **options: Any) -> None:
+    def decide(
+        self,
+        logits: Tensor,
+        step: SampleStep,
+        scores: Tensor | None = None,
+        record: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         """As there."""
         assert not {"penalties", "rejection"} & {name for name, is_used in options.items() if is_used}
         rows = np.flatnonzero(step.sequence.numpy() >= 0)
@@ -49,10 +56,10 @@ class TorchSampler:
             if count:
                 chosen = self.chosen[first : first + count].tolist()
                 run = walk_coupled(chosen, step.draft[first + 1 : first + count].tolist())
-                record = self.record[number]
-                record[NUM_ACCEPTED], record[FLAGS] = run.num_accepted, 0
-                record[NUM_FIXED : NUM_FIXED + len(run.run)] = torch.tensor(run.run)
-                record[NUM_FIXED + self._max_tokens :][: run.num_accepted] = torch.arange(run.num_accepted)
+                line = (self.record if record is None else record)[number]
+                line[NUM_ACCEPTED], line[FLAGS] = run.num_accepted, 0
+                line[NUM_FIXED : NUM_FIXED + len(run.run)] = torch.tensor(run.run)
+                line[NUM_FIXED + self._max_tokens :][: run.num_accepted] = torch.arange(run.num_accepted)
 
 
 def decide_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A draft of another vocabulary changes no token, whatever it makes of the text."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from specdec.core.backends import DraftJob
 from specdec.core.grammar import Grammar
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine import warmup
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.drafter import VocabularyMapper
 from specdec.engine.engine import SpeculativeEngine
@@ -131,7 +133,10 @@ def test_jobs_are_translated_as_logs_grow_shrink_and_fork(tmp_path: Path) -> Non
     assert (again.tokens, again.agreed) == (spelled(long, 5), 0)
 
 
-def test_the_plan_counts_logits_and_noise_of_the_targets_vocabulary(drafts: dict[str, ModelSource]) -> None:
+def test_the_plan_counts_noise_of_the_targets_vocabulary(
+    drafts: dict[str, ModelSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "_measured", lambda devices: nullcontext({}))  # what a process grows by is chance
     *_, mapped = build_drafter(drafts["shuffled"], DRAFT_OPTIONS, TARGETS["plain"])
     *_, own = build_drafter(drafts["own"], OPTIONS, TARGETS["plain"])
-    assert mapped.memory.activation_bytes >= own.memory.activation_bytes + NOISE_CACHE_BYTES
+    assert mapped.memory.activation_bytes == own.memory.activation_bytes + NOISE_CACHE_BYTES
