@@ -1,12 +1,13 @@
 """How many honest tokens an audit takes, and within how many it finds what is not.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.audit --work FOLDER [--dtype bfloat16] [--honest-tokens 100000]
+    OMP_NUM_THREADS=1 python -m benchmarks.audit --work FOLDER [--exactness strict] [--honest-tokens 100000]
 
 The demo target goes on with beginnings of functions, many at once and with drafts looked up, and is audited: none of it
 may be flagged. Then one token of each answer is edited: to any other one, or to the one that came second. Last, it
 answers in other ways than its receipts say, and the tokens are counted until an answer shows it: at another
 temperature, with rounded weights, or after training on this package's own source. Answers and models are kept in the
-folder: what is there is not made again.
+folder: what is there is not made again. Under ``strict`` the service and the auditor have the same bits; rounded
+weights cannot, so that who cheats with those answers in fast steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from specdec.receipts.format import LOGPROB_STRIDE, Receipt, ReceiptChoice, Rece
 from specdec.receipts.scoring import Scorer
 from specdec.sampling.noise import derive_seed
 
-AT_ONCE, MAX_TOKENS, EOS = 64, 300, (0,)
+AT_ONCE, MAX_TOKENS, EOS, TILE_TOKENS = 64, 300, (0,), 16
 SAID = SamplingParams(ignore_eos=True)
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 OPTIONS = BackendOptions(
@@ -48,9 +49,9 @@ def source(dtype: str, quantization: Quantization = "none", folder: Path | None 
     return ModelSource(str(folder or demo_folder("target")), dtype=dtype, device="cpu", quantization=quantization)
 
 
-def make_engine(model: ModelSource) -> SpeculativeEngine:
+def make_engine(model: ModelSource, options: BackendOptions) -> SpeculativeEngine:
     """It, with drafts looked up."""
-    return SpeculativeEngine.from_pretrained(model, None, ngram=NgramOptions(4), options=OPTIONS)
+    return SpeculativeEngine.from_pretrained(model, None, ngram=NgramOptions(4), options=options)
 
 
 def answers(engine: SpeculativeEngine, own: Own, seed: int, count: int, used: SamplingParams) -> list[Answer]:
@@ -157,24 +158,31 @@ def main() -> None:
     """Measure, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--work", type=Path, required=True, metavar="FOLDER", help="for answers and models; one a dtype"
+        "--work", type=Path, required=True, metavar="FOLDER", help="for answers and models; one a contract"
     )
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--exactness", choices=("fast", "strict"), default="strict")
     parser.add_argument("--honest-tokens", type=int, default=100_000)
     parser.add_argument("--answers", type=int, default=AT_ONCE, help="that are not honest, of each kind")
     parser.add_argument("--steps", type=int, nargs="*", default=[100, 1000], help="of training")
     args = parser.parse_args()
     model, work = source(args.dtype), args.work
     work.mkdir(parents=True, exist_ok=True)
-    own = Own("w", "t", numeric_contract(args.dtype, "cpu"))
-    scorer = Scorer.from_pretrained(model, OPTIONS)
+    options = replace(OPTIONS, strict_tile_tokens=TILE_TOKENS) if args.exactness == "strict" else OPTIONS
+    own = Own("w", "t", numeric_contract(args.dtype, "cpu", strict_tile_tokens=options.strict_tile_tokens))
+    scorer = Scorer.from_pretrained(model, options)
     auditor = Auditor(scorer, own)
 
     def say(kind: str, other: Callable[[], ModelSource] = lambda: model, used: SamplingParams = SAID) -> None:
-        given = kept_answers(work, kind, lambda: make_engine(other()), own, args.answers, used)
+        def engine() -> SpeculativeEngine:
+            liar = other()
+            return make_engine(liar, options if liar.quantization == "none" else OPTIONS)
+
+        given = kept_answers(work, kind, engine, own, args.answers, used)
         print(f"{kind}: {until_found(auditor, given)}", flush=True)
 
-    honest = kept_answers(work, "honest", lambda: make_engine(model), own, -(-args.honest_tokens // MAX_TOKENS))
+    num_honest = -(-args.honest_tokens // MAX_TOKENS)
+    honest = kept_answers(work, "honest", lambda: make_engine(model, options), own, num_honest)
     print(f"honest: {until_found(auditor, honest)}", flush=True)
     for kind in ("any", "second"):
         print(f"edits, {kind} token: {edits_found(auditor, scorer, honest[: args.answers], kind)}", flush=True)

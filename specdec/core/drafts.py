@@ -159,7 +159,7 @@ MAX_TREE_TOKENS = 64
 def merge(chains: Sequence[Draft], most_tokens: int = MAX_TREE_TOKENS) -> tuple[Draft, list[int]]:
     """The trie of the chains of several drafters (rule 18).
 
-    It has the first chain at its beginning, so that this is what a target verifies that takes no tree.
+    It has the first chain at its beginning, so that what a target verifies that takes no tree begins with it.
 
     Args:
         chains: Those that go first get the room.

@@ -440,7 +440,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """The usable draft of the kept offers, cut to what may be committed (rule 6), and its offers.
 
         Of each drafter it has the longest chain. Those of several are a trie (rule 18), of which a backend that takes
-        no tree verifies the chain of the drafter that has been right most often.
+        no tree verifies the chain of the drafter that has been right most often, and what others add at its end.
         """
         best: dict[str, tuple[Draft, KeptOffer]] = {}
         most = self._most_offered(sequence)

@@ -100,6 +100,7 @@ def test_under_the_rejection_rule_a_branch_brings_its_own_candidates():
         (((1, 2), (1, 2, 3)), 9, (1, 2, 3), (), [2, 1]),  # one that goes on leaves a chain
         (((1, 2, 3), (1, 2)), 9, (1, 2, 3), (), [3, 0]),
         (((1, 2, 3), (4,)), 2, (1, 2), (), [2, 0]),
+        (((1,), (2,), (1, 3)), 9, (1, 2, 3), (-1, -1, 0), [1, 1, 1]),  # one that goes on after another began elsewhere
     ],
 )
 def test_chains_of_one_base_are_a_trie_with_the_first_at_its_beginning(chains, most, tokens, parents, added):
