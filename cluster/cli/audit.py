@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from specdec.receipts.format import Receipt
     from specdec.receipts.signing import PublicKey
 
-USAGE = "FILE [FILE ...] [--share P] [--url URL] [--config FILE.yaml] [--public-key FILE.pem] [KEY ...]"
+USAGE = "FILE [FILE ...] [--share P] [--url URL [--priority N]] [--config FILE.yaml] [--public-key FILE.pem] [KEY ...]"
 
 
 def add_arguments(parser: Parser) -> None:
     """Its flags."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON or JSON lines: receipts, or answers with one")
     parser.add_argument("--share", type=float, default=1.0, help="part of them that is read, drawn at random")
+    parser.add_argument("--priority", type=int, default=100, help="of requests to --url: lower ones go first")
     parser.add_argument("--json", action="store_true", help="print an object for each answer instead of a line")
     add_common_arguments(parser)
 
@@ -78,7 +79,8 @@ def auditor(config: ServiceConfig, arguments: argparse.Namespace, receipt: Recei
     options = backend_options(config, config.target, width)
     if arguments.url is not None:
         sampler = make_sampler(source, width, receipt.eos_token_ids, options)
-        reader = ServiceScorer(ServiceRerun(arguments.url, arguments.api_key_file), sampler, receipt)
+        service = ServiceRerun(arguments.url, arguments.api_key_file)
+        reader = ServiceScorer(service, sampler, receipt, arguments.priority)
         return Auditor(reader, reader.own)
     check_one_process(config)
     return Auditor(Scorer.from_pretrained(source, options, progress), own_model(config))

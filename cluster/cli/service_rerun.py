@@ -55,10 +55,10 @@ class ServiceRerun:
         return [(tuple(one["token_ids"]), one["logprobs"]["token_logprobs"]) for one in choices]
 
     def logprob(self, receipt: Receipt, tokens: Tokens) -> float:
-        """Read as the last token of a prompt."""
-        body = {"model": receipt.model.name, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
-        entry = self.ask(body)["choices"][0]["prompt_logprobs"][-1]
-        return float(entry[str(tokens[-1])]["logprob"])
+        """Drawn as the only token: a prompt that fills the context is refused."""
+        body = {"model": receipt.model.name, "prompt": list(tokens[:-1]), "max_tokens": 1, "logprobs": 0}
+        answer = self.ask(body | {"allowed_token_ids": [tokens[-1]]})
+        return float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a completion request; raises like :meth:`outputs`."""

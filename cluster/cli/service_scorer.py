@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.cli.service_rerun import ServiceRerun
-from specdec.core.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError, SequenceFailedError
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Tokens
 from specdec.receipts.audit import Own
@@ -34,6 +34,7 @@ class ServiceScorer(Scorer):
         service: Where.
         sampler: For its target.
         receipt: That names the model.
+        priority: Of its requests.
 
     Attributes:
         own: What the service says of itself.
@@ -45,9 +46,10 @@ class ServiceScorer(Scorer):
 
     calibration_tokens = 0
 
-    def __init__(self, service: ServiceRerun, sampler: Sampler, receipt: Receipt) -> None:
+    def __init__(self, service: ServiceRerun, sampler: Sampler, receipt: Receipt, priority: int) -> None:
         self._service, self._sampler, self._name = service, sampler, receipt.model.name
-        self.own = _own(self._ask(receipt.prompts[0]))
+        self._priority = priority
+        self.own = _own(self._ask(receipt.prompts[0][:1]))
         if self.own.contract.get("exactness") == "fast" and self.own.contract.get("dtype") != "float32":
             raise InvalidParameterError("url", f"--url needs a strict service or one in float32: {self.own.contract}")
 
@@ -58,22 +60,34 @@ class ServiceScorer(Scorer):
 
     def _ask(self, tokens: Tokens, **others: object) -> dict[str, Any]:
         body = {"model": self._name, "prompt": list(tokens), "max_tokens": 1, "receipt": True}
-        return self._service.ask(body | others)
+        return self._service.ask(body | {"priority": self._priority} | others)
 
     def _logits(self, prompt: Tokens, output: Tokens, chunk_tokens: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Log probabilities in place of logits; -inf for tokens that are not named."""
-        answer = self._ask(prompt + output, prompt_logprobs=NUM_TOP)
+        """Log probabilities in place of logits; -inf for tokens that are not named.
+
+        The last token is drawn, as the only one allowed: a prompt that fills the context is refused.
+        """
+        last = {"logprobs": NUM_TOP, "allowed_token_ids": output[-1:], "return_tokens_as_token_ids": True}
+        try:
+            answer = self._ask(prompt + output[:-1], prompt_logprobs=NUM_TOP, ignore_eos=True, **last)
+        except InvalidParameterError as error:
+            raise SequenceFailedError(str(error)) from None
         if _own(answer) != self.own:
             raise InvalidParameterError("url", "--url: the service's targets differ in model or numeric contract")
-        told: list[dict[str, Any]] = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
+        (choice,) = answer["choices"]
+        told = [
+            {int(token): one["logprob"] for token, one in entry.items()}
+            for entry in choice["prompt_logprobs"][len(prompt) :]
+        ]
+        (top,) = choice["logprobs"]["top_logprobs"]
+        told.append({int(token.removeprefix("token_id:")): logprob for token, logprob in top.items()})
         for start in range(0, len(told), chunk_tokens):
             entries = told[start : start + chunk_tokens]
             logits = torch.full((len(entries), self._sampler.vocab_size), -torch.inf)
             for row, entry in zip(logits, entries, strict=True):
-                named = list(map(int, entry))
-                if max(named) >= len(row):
+                if max(entry) >= len(row):
                     raise InvalidParameterError("target", "target: the service's model has another tokenizer")
-                row[named] = torch.tensor([one["logprob"] for one in entry.values()])
+                row[list(entry)] = torch.tensor(list(entry.values()))
             yield start, start + len(entries), logits
 
     def _of_rows(

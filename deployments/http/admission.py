@@ -7,8 +7,10 @@ tokenized, it asks for a slot per sequence, and may wait for them; then its toke
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 
 from cluster.config.limits import Limits
 from deployments.http.errors import ApiError
@@ -20,11 +22,11 @@ _MOST_OVERTAKEN = 16
 class Admission:
     """One ingress' book of requests; on the event loop.
 
-    Slots are given in the order of arrival, first to keys below their share, and to the others where no such key
-    waits. A request that needs more slots than are free lets those behind it pass, but only 16 times: then slots
-    are kept free for it until it fits, so that many small requests never starve a large one. Where all waiting slots
-    are taken, the newest request of a key beyond its share of them gives way to one of a key below. Nobody waits for
-    bytes or tokens: of these each key has its share and no more, but for a single request.
+    Slots are given first to keys below their share, and to the others where no such key waits; among these by priority,
+    then in the order of arrival. A request that needs more slots than are free lets those behind it pass, but only 16
+    times: then slots are kept free for it until it fits, so that many small requests never starve a large one. Where
+    all waiting slots are taken, the last request of a key beyond its share of them gives way to one of a key below.
+    Nobody waits for bytes or tokens: of these each key has its share and no more, but for a single request.
 
     Attributes:
         num_requests: Requests that have entered and not left.
@@ -90,17 +92,17 @@ class Admission:
         self._entered[key] += 1
         return Reservation(self, key, num_bytes)
 
-    async def _take(self, key: str, count: int) -> None:
+    async def _take(self, key: str, count: int, priority: int) -> None:
         if count > self.limits.max_concurrent_requests:
             raise self._too_many()
-        waiter = _Waiter(key, count, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        waiter = _Waiter(key, count, priority, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiter, key=attrgetter("priority"))
         self._admit()
         if waiter.granted.done():
             return
         self._waiting.remove(waiter)
         self._make_room_to_wait(key)
-        self._waiting.append(waiter)
+        insort(self._waiting, waiter, key=attrgetter("priority"))
         try:
             await waiter.granted
         except BaseException:
@@ -167,7 +169,7 @@ class Admission:
         return None
 
     def _in_order(self) -> Iterator[_Waiter]:
-        """Those who wait, in the order of their turns: of each key below its share the first, then all by arrival."""
+        """Those who wait, in the order of their turns: of each key below its share the first, then all others."""
         if self.num_sequences >= self.limits.max_concurrent_requests:
             return
         first_of_keys = {waiter.key: waiter for waiter in reversed(self._waiting)}
@@ -227,13 +229,13 @@ class Reservation:
         self._num_sequences = 0
         self._num_tokens = 0
 
-    async def take(self, num_sequences: int) -> None:
-        """Take a slot per sequence, all at once, waiting for them if need be; once.
+    async def take(self, num_sequences: int, priority: int = 0) -> None:
+        """Take a slot per sequence, all at once, waiting for them if need be; once. Lower priorities go first.
 
         Raises:
             ApiError: 429: nobody may wait any more, or this one has given way to another key's.
         """
-        await self._admission._take(self._key, num_sequences)
+        await self._admission._take(self._key, num_sequences, priority)
         self._num_sequences = num_sequences
 
     def body_came(self, num_bytes: int) -> None:
@@ -285,8 +287,9 @@ class Reservation:
 
 
 class _Waiter:
-    def __init__(self, key: str, count: int, granted: asyncio.Future[None]) -> None:
+    def __init__(self, key: str, count: int, priority: int, granted: asyncio.Future[None]) -> None:
         self.key = key
         self.count = count
+        self.priority = priority
         self.granted = granted
         self.num_overtaken = 0

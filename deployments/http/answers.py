@@ -38,7 +38,7 @@ async def answer(api: Api, job: Job, writer: Writer, request: Request) -> Respon
 @asynccontextmanager
 async def _generating(api: Api, job: Job) -> AsyncIterator[Generation]:
     """A job's generation, from when it has its places and the first of its sequences has begun."""
-    await api.admit(job.context, job.model, len(job.sequences))
+    await api.admit(job.context, job.model, job.sequences)
     async with Generation(api, job) as generation:
         yield generation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -16,7 +16,7 @@ from deployments.http.errors import ApiError
 from deployments.http.ignored import IgnoredFields
 from deployments.http.observer import Observer
 from deployments.http.request_context import RequestContext
-from deployments.http.service import ApiSettings, ServedModel, TokenService
+from deployments.http.service import ApiSettings, SequenceRequest, ServedModel, TokenService
 from deployments.http.store import Store
 from specdec.core.errors import ServiceUnavailableError
 from specdec.core.fair_threads import FairThreads
@@ -114,7 +114,7 @@ class Api:
             404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {known}", param="model", code="model_not_found"
         )
 
-    async def admit(self, context: RequestContext, model: ServedModel, num_sequences: int) -> None:
+    async def admit(self, context: RequestContext, model: ServedModel, sequences: Sequence[SequenceRequest]) -> None:
         """Take a slot per sequence of a request that is checked, waiting for them if need be.
 
         Raises:
@@ -122,9 +122,9 @@ class Api:
         """
         self.service.check_health()
         if context.stats.reservation is not None:
-            with self.observer.queued(model.label, num_sequences):
+            with self.observer.queued(model.label, len(sequences)):
                 async with context.waiting(to_begin=True):
-                    await context.stats.reservation.take(num_sequences)
+                    await context.stats.reservation.take(len(sequences), sequences[0].spec.priority)
         context.stats.admitted_s = time.monotonic()
 
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:

@@ -269,6 +269,7 @@ def _job(
                 max_tokens=limits[i],
                 eos_token_ids=model.eos_token_ids,
                 arrival_s=context.wall_s,
+                priority=body.priority or 0,
                 request_id=context.label,
                 trace=context.trace,
                 num_speculative_tokens=bound,

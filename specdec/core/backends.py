@@ -119,7 +119,7 @@ class TargetBackend(Protocol):
         ...
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        """One step over a ragged batch; ``jobs`` come in order of arrival, and the last yield first when room is short.
+        """One step over a ragged batch; ``jobs`` come in their order, and the last yield first when room is short.
 
         Returns one entry per job, in their order. A key held by the backend that has no job in this call may lose its
         state where room is short; it is rebuilt from the log when its next job comes.
@@ -201,7 +201,7 @@ class DraftBackend(Protocol):
         ...
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """One step over a ragged batch, in order of arrival: a token or more for each job, or a part of its prefill.
+        """One step over a ragged batch, in their order: a token or more for each job, or a part of its prefill.
 
         Branches come after all sequences. A key held by the backend that has no job in this call may lose its state
         where room is short; it is rebuilt from the tokens when its next job comes.

@@ -130,6 +130,7 @@ class SequenceSpec:
         max_tokens: Most output tokens, at least 1.
         eos_token_ids: The model's end-of-sequence ids.
         arrival_s: Wall-clock time of the request, for fair queueing.
+        priority: Requests of a lower one go first, in [-2**31, 2**31). No token depends on it.
         num_speculative_tokens: The request's bound on draft tokens per round; 0 switches speculation off, None leaves
             it to the service.
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
@@ -150,6 +151,7 @@ class SequenceSpec:
     max_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     arrival_s: float = 0.0
+    priority: int = 0
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
     prediction: SharedTokens = NO_TOKENS
@@ -160,6 +162,11 @@ class SequenceSpec:
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
     drafters: tuple[str, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sequences with the least go first, and are preempted last."""
+        return self.priority, self.arrival_s
 
     def prefix_group(self, adapter: Adapter | None) -> str:
         """Cached prefixes of a model that is used with an adapter are shared only among sequences of one group."""

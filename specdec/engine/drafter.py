@@ -271,7 +271,7 @@ class ModelDrafter(ModelBackend):
         adapters = self._runner.adapters
         for job in jobs:
             if job.fork_of is None:
-                adapters.hold(job.key, job.spec.draft_adapter, job.spec.arrival_s)
+                adapters.hold(job.key, job.spec.draft_adapter, job.spec.order)
         adapters.prepare()
         results = [_FAILED if adapters.failure(job.spec.draft_adapter) else _WAITING for job in jobs]
         placed = self._schedule(jobs, results)

@@ -105,7 +105,7 @@ class KVCache(Protocol):
 
 
 class Scheduler:
-    """Fills each step from the requests that there are, in order of arrival.
+    """Fills each step from the requests that there are, in their order: by priority, then by arrival.
 
     - A step has at most ``max_num_seqs`` rows and ``max_num_batched_tokens`` tokens. The first ``max_num_seqs``
       requests compete for it. Later ones wait, so that those that decode never starve a prompt among the first.
@@ -118,7 +118,7 @@ class Scheduler:
       tokens stays short. Alone, long prompts get all of the step, in order.
     - A prompt that has not begun waits while another one computes the next block that both have in common, then takes
       it from the prefix cache. One that has begun never looks again.
-    - Memory is given in order of arrival. The sequence that arrived last is preempted first.
+    - Memory is given in that order. The last sequence is preempted first.
 
     Args:
         max_num_batched_tokens: Most tokens in a step, at least 1.
@@ -148,7 +148,7 @@ class Scheduler:
         """Choose what the next step computes.
 
         Args:
-            requests: In order of arrival; no key twice.
+            requests: In order; no key twice.
             cache: Holds what earlier steps computed. Room for the chosen rows is allocated when this returns.
 
         Returns:
@@ -166,7 +166,7 @@ class Scheduler:
         Then it is what :meth:`schedule` would choose, and as much is allocated.
 
         Args:
-            keys: In order of arrival; none twice.
+            keys: In order; none twice.
             lengths: Of each sequence with the token that it lacks and its draft.
             num_draft_tokens: Of all drafts.
             cache: As for :meth:`schedule`.

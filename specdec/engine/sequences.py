@@ -12,13 +12,13 @@ from specdec.core.types import Adapter
 from specdec.engine.scheduler import CachedPrefix
 from specdec.executor.runner import ModelRunner
 
-Rank = tuple[bool, float, str]
-"""Who goes first where room is short: sequences before branches, then by time of arrival, then by name."""
+Rank = tuple[bool, int, float, str]
+"""Who goes first where room is short: sequences before branches, then by priority, time of arrival and name."""
 
 
 def rank_of(key: str, spec: SequenceSpec, is_branch: bool = False) -> Rank:
     """The rank of a sequence or branch."""
-    return is_branch, spec.arrival_s, key
+    return is_branch, *spec.order, key
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ class SequenceStates:
         if sequence is None:
             return
         rank = self._ranks.pop(key)
-        rank = self._ranks.get(new_key, (False, rank[1], new_key))
+        rank = self._ranks.get(new_key, (False, *rank[1:3], new_key))
         self.release(new_key)
         self._sequences[new_key], self._ranks[new_key] = sequence, rank
 

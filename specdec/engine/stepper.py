@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CHUNK_TOKENS = 512
 """Tokens of a long text that are read at once."""
 _TEXT = "text"
-_RANK: Rank = (False, 0.0, _TEXT)
+_RANK: Rank = (False, 0, 0.0, _TEXT)
 
 
 class Stepper:
@@ -190,7 +190,7 @@ class Stepper:
     def _rows(self, paths: Sequence[Sequence[int]]) -> list[RowInput]:
         rows: list[RowInput] = []
         for i, path in enumerate(paths):
-            rank = (True, float(i), f"branch {i}")
+            rank = (True, 0, float(i), f"branch {i}")
             whole = [*self._tokens, *path]
             key = f"branch {i}"
             self._states.want(key, whole, len(self._tokens), b"", rank, fork_of=_TEXT)

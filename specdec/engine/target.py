@@ -275,7 +275,7 @@ class ModelTarget(ModelBackend):
         adapters = self._runner.adapters
         using = [(i, job) for i, job in enumerate(jobs) if job.spec.adapter is not None]
         for _, job in using:
-            adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)
+            adapters.hold(job.key, job.spec.adapter, job.spec.order)
         adapters.prepare()
         results = [_WAITING] * len(jobs)
         for i, job in using:

@@ -91,7 +91,7 @@ class DraftSequence(WorkerSequence):
     """A sequence on a drafter.
 
     Attributes:
-        priority: Those with the least are drafted first, and yield last where room is short.
+        rank: Those with the least are drafted first, and yield last where room is short.
         drafter: The name of its offers.
         path: The chain: draft tokens after the log.
         tokens: Log and chain.
@@ -129,13 +129,13 @@ class DraftSequence(WorkerSequence):
         "num_verified",
         "offered_end",
         "path",
-        "priority",
+        "rank",
         "tokens",
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
         super().__init__(message)
-        self.priority = self.spec.arrival_s, self.seq
+        self.rank = *self.spec.order, self.seq
         self.drafter = message.drafter
         self.path = Path()
         self.tokens = TokenBuffer(self.log.tokens)

@@ -106,7 +106,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
             DeviceLostError: The backend can no longer be used.
         """
         self._expire(now_s)
-        sequences = sorted(self._sequences, key=attrgetter("priority"))
+        sequences = sorted(self._sequences, key=attrgetter("rank"))
         self._share_branches(sequences)
         for sequence in sequences:
             self._branch_out(sequence)
@@ -137,7 +137,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
     # What is drafted.
 
     def _tasks(self, sequences: Sequence[DraftSequence]) -> list[Task]:
-        """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
+        """A job for each chain that is too short, in order, then for each branch: they yield first."""
         tasks: list[Task] = [
             (sequence, None, sequence.path, sequence.chain_job())
             for sequence in sequences

@@ -96,7 +96,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """
         self._expire(now_s)
         sequences = sorted(
-            (sequence for sequence in self._sequences if self._may_go_on(sequence)), key=attrgetter("priority")
+            (sequence for sequence in self._sequences if self._may_go_on(sequence)), key=attrgetter("rank")
         )
         self._num_waiting = 0
         self._reading = Reading()

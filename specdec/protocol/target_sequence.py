@@ -82,7 +82,7 @@ class TargetSequence(WorkerSequence):
         token_drafter: Drafts for it from its tokens; None where nothing does.
 
     Attributes:
-        priority: Those with the least are decided first, and yield last where room is short.
+        rank: Those with the least are decided first, and yield last where room is short.
         ending: Where it ends.
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
@@ -105,12 +105,12 @@ class TargetSequence(WorkerSequence):
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "needs_candidates", "notes", "offers", "own_draft", "proposed"),
-        *("draft_intervals", "opened", "priority", "reason", "round_start", "token_drafter", "sent_s"),
+        *("draft_intervals", "opened", "rank", "reason", "round_start", "token_drafter", "sent_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int, token_drafter: TokenDrafter | None = None) -> None:
         super().__init__(message)
-        self.priority = self.spec.arrival_s, self.seq
+        self.rank = *self.spec.order, self.seq
         self.ending = StopCondition.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.spec.output_start, self.log.tail(self.spec.output_start))
         self.reason = ""

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specdec.core.errors import MemoryPlanError, SequenceFailedError
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Tokens
 from specdec.receipts.contract import Contract, contract_difference
@@ -90,10 +91,13 @@ class Auditor:
         """
         rounding = Rounding()
         said = [self._unread(answer) for answer in answers]
-        read = [
-            [] if verdict is not None else self._read(answer.receipt, rounding)
-            for answer, verdict in zip(answers, said, strict=True)
-        ]
+        read: list[list[_Read]] = [[] for _ in answers]
+        for i, answer in enumerate(answers):
+            if said[i] is None:
+                try:
+                    read[i] = self._read(answer.receipt, rounding)
+                except (MemoryPlanError, SequenceFailedError) as error:
+                    said[i] = Verdict(answer.receipt.id, "refused", reasons=(f"it cannot be read: {error}",))
         num_tokens = sum(len(one.choice.token_ids) for choices in read for one in choices)
         bounds = rounding.bounds(num_tokens)
         alpha = ALPHA / (_NUM_PARTS * max(1, sum(map(len, read))))

@@ -13,12 +13,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from cluster.cli import main
+from cluster.cli.service_rerun import ServiceRerun
 from specdec.receipts.format import opened, sealed
 from specdec.receipts.signing import load_signing_key
 from tests.integration.running import RunningService, eventually
 from tests.specdec.receipts.answers import with_token
 
-STRICT = ("--exactness", "strict", "--target-dtype", "bfloat16")
+MAX_MODEL_LEN = 64
+STRICT = ("--exactness", "strict", "--target-dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN))
 PROMPT = "def read_lines(path):\n    with open"
 
 
@@ -39,8 +41,11 @@ def service(key_file: Path) -> Iterator[RunningService]:
 
 @pytest.fixture(scope="module")
 def answer(service: RunningService) -> dict[str, Any]:
-    body: Any = {"receipt": True, "return_token_ids": True, "top_k": 50}
-    options: Any = {"max_tokens": 40, "seed": 4, "n": 2, "temperature": 0.8}
+    return asked(service, max_tokens=40, seed=4, n=2, temperature=0.8)
+
+
+def asked(service: RunningService, ignore_eos: bool = False, **options: Any) -> dict[str, Any]:
+    body: Any = {"receipt": True, "return_token_ids": True, "top_k": 50, "ignore_eos": ignore_eos}
     found = service.client().completions.create(model=service.model, prompt=PROMPT, extra_body=body, **options)
     return found.model_dump()
 
@@ -86,3 +91,37 @@ def test_an_edited_token_is_found_by_both_and_by_the_audit(
         verdicts = sorted(map(json.loads, capsys.readouterr().out.splitlines()), key=lambda one: one["status"])
         found = [(one["status"], one["choice"], one["token"]) for one in verdicts]
         assert found == [("flagged", 1, 9), ("ok", None, None)]
+
+
+def test_an_answer_that_fills_the_context_is_read_and_at_a_low_priority(
+    service: RunningService,
+    answer: dict[str, Any],
+    key_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[dict[str, Any]] = []
+    ask = ServiceRerun.ask
+
+    def remember(self: ServiceRerun, body: dict[str, Any]) -> dict[str, Any]:
+        sent.append(body)
+        return ask(self, body)
+
+    monkeypatch.setattr(ServiceRerun, "ask", remember)
+    room = MAX_MODEL_LEN - answer["usage"]["prompt_tokens"]
+    full = asked(service, ignore_eos=True, max_tokens=room, seed=5)
+    receipt = opened(full["receipt"]).receipt
+    own = receipt.choices[0].token_ids[-1]
+    envelope, _ = sealed(with_token(receipt, 0, room - 1, (own + 1) % 4096), load_signing_key(key_file))
+    for name, value in (("full", full), ("edited", envelope)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    keys = ("--url", service.url, "--receipts-key-file", str(key_file), *STRICT)
+    assert main(["audit", str(tmp_path / "full.json"), *keys]) == 0
+    assert f"{room} tokens: 1 ok" in capsys.readouterr().err
+    assert [body["priority"] for body in sent] == [100, 100]
+    assert main(["audit", str(tmp_path / "edited.json"), "--priority", "-7", *keys]) == 1
+    assert f"choice 0, token {room - 1}: " in capsys.readouterr().out
+    assert [body["priority"] for body in sent[2:]] == [-7, -7]
+    assert main(["replay", str(tmp_path / "edited.json"), *keys]) == 1
+    assert f"now token {own}, logits " in capsys.readouterr().out

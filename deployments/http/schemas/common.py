@@ -45,6 +45,7 @@ class SamplingBody(Body):
         acceptance: Rule by which draft tokens are kept.
         exactness: ``strict`` refuses a service that is not.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
+        priority: Requests of a lower one go first; 0 by default.
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
         allowed_token_ids: The only tokens that may be chosen.
         bad_words: Words that the output must not hold.
@@ -78,6 +79,7 @@ class SamplingBody(Body):
     exactness: Exactness | None = None
     stream: bool | None = None
     per_request_spec_decode_metrics: MetricsDetail | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     allowed_token_ids: Annotated[list[Integer], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[Word], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None

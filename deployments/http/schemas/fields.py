@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "regex": ("",),
     "ebnf": ("",),
     "repetition_detection": (),
-    "priority": (0,),
     # llama.cpp
     "mirostat": (0,),
     "dry_multiplier": (0,),

@@ -340,7 +340,7 @@ class VllmTarget:
         """Those of the jobs, at their logs, and in vLLM's order; all others are held back, or let go."""
         keys = {job.key for job in jobs}
         num_places = self._scheduler.max_num_running_reqs - len(keys)
-        idle = sorted((key for key in self._held if key not in keys), key=self._arrival)
+        idle = sorted((key for key in self._held if key not in keys), key=self._rank)
         for place, key in enumerate(idle):
             request = self._held[key].request
             request.next_decode_eligible_step = _NEVER
@@ -350,11 +350,11 @@ class VllmTarget:
         for request in requests:
             request.next_decode_eligible_step = 0
         # The budget is spent in this order: who decodes goes first.
-        self._scheduler.running.sort(key=lambda one: (one.is_prefill_chunk, one.arrival_time, one.request_id))
+        self._scheduler.running.sort(key=lambda one: (one.is_prefill_chunk, *_order(one)))
         return requests
 
-    def _arrival(self, key: str) -> tuple[float, str]:
-        return self._held[key].request.arrival_time, key
+    def _rank(self, key: str) -> tuple[int, float, str]:
+        return _order(self._held[key].request)
 
     def _at_log(self, job: VerifyJob) -> Request:
         """The request whose tokens are the job's log: the one held, or a new one where that says something else."""
@@ -369,6 +369,7 @@ class VllmTarget:
             sampling_params=self._sampling_params(job),
             pooling_params=None,
             arrival_time=job.spec.arrival_s,
+            priority=job.spec.priority,
             cache_salt=job.spec.cache_salt or None,
             block_hasher=self._core.request_block_hasher,
         )
@@ -484,8 +485,8 @@ class VllmTarget:
         keys = (job.key for job, one in zip(jobs, requests, strict=True) if one.status != RequestStatus.RUNNING)
         waiting = next((key for key in keys if key in self._held), None)
         running = [key for key, held in self._held.items() if held.request.status == RequestStatus.RUNNING]
-        last = max(running, key=self._arrival, default=None)
-        if waiting is not None and last is not None and self._arrival(last) > self._arrival(waiting):
+        last = max(running, key=self._rank, default=None)
+        if waiting is not None and last is not None and self._rank(last) > self._rank(waiting):
             self.release(last)
             self._num_evictions += 1
 
@@ -508,6 +509,11 @@ class VllmTarget:
         self._core.collective_rpc("specdec_install", args=(self._sampler.vocab_size, self._processors))
 
 
+def _order(request: Request) -> tuple[int, float, str]:
+    """Requests with the least go first, as in vLLM's own queue."""
+    return request.priority, request.arrival_time, request.request_id
+
+
 def _check_names(core: EngineCore) -> None:
     """Check everything that we rest on in this process; the workers check their own."""
     require(core, "add_request", "abort_requests", "request_block_hasher", "collective_rpc", "shutdown")
@@ -516,7 +522,7 @@ def _check_names(core: EngineCore) -> None:
     require(core.scheduler, *methods, "running", "max_model_len", "max_num_running_reqs", "max_num_scheduled_tokens")
     require(core.scheduler.kv_cache_manager.block_pool, "num_gpu_blocks", "get_num_free_blocks", "get_usage")
     request = Request("", [0], VllmSamplingParams(max_tokens=1), None, arrival_time=time.time())
-    require(request, "next_decode_eligible_step", "is_prefill_chunk", "arrival_time", "status")
+    require(request, "next_decode_eligible_step", "is_prefill_chunk", "arrival_time", "priority", "status")
 
 
 def _unfilled(draft: Sequence[int]) -> Tokens:

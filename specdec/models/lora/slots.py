@@ -291,7 +291,7 @@ class AdapterPool:
     def __init__(self, slots: AdapterSlots | None) -> None:
         self._slots = slots
         self._max_loras = 0 if slots is None else slots.room.max_loras
-        self._holders: dict[str, tuple[float, str, Adapter]] = {}
+        self._holders: dict[str, tuple[tuple[int, float], str, Adapter]] = {}
         self._first: list[Adapter] = []
         self._slot_of: OrderedDict[str, int] = OrderedDict()
         self._reading: dict[str, _Reading] = {}
@@ -300,10 +300,10 @@ class AdapterPool:
         self._idle = Semaphore(0)
         self.num_loads = 0
 
-    def hold(self, key: str, adapter: Adapter | None, arrival_s: float) -> None:
+    def hold(self, key: str, adapter: Adapter | None, order: tuple[int, float]) -> None:
         """A sequence needs its adapter, if it has one, until it is released."""
         if adapter is not None and key not in self._holders:
-            self._holders[key] = arrival_s, key, adapter
+            self._holders[key] = order, key, adapter
             self._choose()
 
     def release(self, key: str) -> None:

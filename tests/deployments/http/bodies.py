@@ -141,7 +141,7 @@ COMPLETIONS: dict[str, Sent] = {
     "vllm: guided choice": Sent({"guided_choice": ["yes", "no"]}),
     "vllm: guided regex": Sent({"guided_regex": "[a-z]+"}),
     "vllm: structured outputs": Sent({"structured_outputs": {"json": SCHEMA}}),
-    "vllm: priority": Sent({"priority": 5}, "priority"),
+    "vllm: priority": Sent({"priority": 5}),
     "vllm: disaggregated": Sent({"kv_transfer_params": {"do_remote_decode": True}}),
     "sglang: defaults": Sent({"regex": "", "ebnf": "", "no_stop_trim": False, "rid": "1", "lora_path": None}),
     "sglang: regex": Sent({"regex": "a+"}, "regex"),

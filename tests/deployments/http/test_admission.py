@@ -13,8 +13,8 @@ from deployments.http.errors import ApiError
 from tests.deployments.http.conftest import limits
 
 
-async def waiting(reservation: Reservation, count: int = 1) -> asyncio.Task[None]:
-    task = asyncio.create_task(reservation.take(count))
+async def waiting(reservation: Reservation, count: int = 1, priority: int = 0) -> asyncio.Task[None]:
+    task = asyncio.create_task(reservation.take(count, priority))
     await asyncio.sleep(0)
     return task
 
@@ -66,6 +66,20 @@ async def test_places_are_given_in_order_to_those_who_fit() -> None:
     assert await order(*waits) == [True, False, False]
     held.pop().leave()
     assert await order(*waits) == [True, False, True], "the one that needs two is passed"
+
+
+async def test_a_better_priority_overtakes_those_who_wait_but_not_a_key_below_its_share() -> None:
+    admission = Admission(limits(4, 8, max_share_per_key=0.5))
+    held = [await taken(admission, "a") for _ in range(4)]
+    turns: list[str] = []
+    wants = {"first": ("a", 0), "low": ("a", 5), "high": ("a", -1), "second": ("a", 0), "of another key": ("b", 9)}
+    for name, (key, priority) in wants.items():
+        task = await waiting(admission.enter(key, 1), priority=priority)
+        task.add_done_callback(lambda _, name=name: turns.append(name))
+    for reservation in held:
+        reservation.leave()
+        await order()
+    assert turns == ["of another key", "high", "first", "second"]
 
 
 async def test_where_nobody_may_wait_nobody_does() -> None:

@@ -91,7 +91,7 @@ FURTHER: list[tuple[str, Any]] = [
     ("request_id", "a b"),
     ("request_id", ""),
     ("skip_special_tokens", 1),
-    ("priority", 1),
+    ("priority", 1.5),
 ]
 UNSUPPORTED_IN_CHATS: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]),
@@ -229,6 +229,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     *((path, body, param, "", "") for path, body, param in WITHOUT_EFFECT),
     *((RESPONSES, body, param, "", reason) for body, param, reason in OF_RESPONSES),
     (COMPLETIONS, {"logit_bias": {"4096": 1}}, "logit_bias", INVALID, "biases of token ids from 0 to 4095, not 4096"),
+    (COMPLETIONS, {"priority": 2**31}, "priority", INVALID, "less than 2147483648"),
+    (COMPLETIONS, {"priority": -(2**31) - 1}, "priority", INVALID, "greater than or equal to -2147483648"),
     (COMPLETIONS, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "", ""),
     (COMPLETIONS, {"model": None}, "model", "", ""),
     (CHAT, {"messages": None}, "messages", "", ""),

@@ -70,6 +70,7 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
         logprobs=4,
         acceptance="coupled",
         num_speculative_tokens=0,
+        priority=-3,
     )
     assert spec.sampling == SamplingParams(
         repetition_penalty=1.5,
@@ -85,7 +86,7 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
         ignore_eos=True,
         logprobs=4,
     )
-    assert (spec.max_tokens, spec.num_speculative_tokens) == (9, 0)
+    assert (spec.max_tokens, spec.num_speculative_tokens, spec.priority) == (9, 0, -3)
 
 
 @pytest.fixture

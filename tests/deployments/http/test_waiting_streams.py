@@ -28,9 +28,13 @@ PATHS = {
 
 
 @asynccontextmanager
-async def served(bench: Bench, num_sequences: int = 1, **bounds: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """A real server, with places for some sequences and a waiting place for one request."""
-    settings = replace(bench.settings, limits=limits(num_sequences, 1, **{"stream_headers_after_s": 0.05} | bounds))
+async def served(
+    bench: Bench, num_sequences: int = 1, num_waiting: int = 1, **bounds: Any
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """A real server, with places for some sequences and waiting places for some requests."""
+    settings = replace(
+        bench.settings, limits=limits(num_sequences, num_waiting, **{"stream_headers_after_s": 0.05} | bounds)
+    )
     app = create_app(bench.service, settings, bench.tokenizer, bench.observer)
     async with listening(app) as url, httpx2.AsyncClient(base_url=f"{url}/v1", timeout=60) as http:
         yield http
@@ -119,6 +123,21 @@ async def test_what_can_be_refused_is_refused_before_the_headers(bench: Bench) -
         refused = await http.post("/completions", json=ask | {"prompt": "y"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         gate.set()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_later_request_of_a_better_priority_overtakes_those_that_wait(
+    bench: Bench, ask: Callable[[str], dict[str, Any]], path: str
+) -> None:
+    gate = asyncio.Event()
+    bench.script = lambda request: [gate, *bench.say("one")]
+    async with served(bench, 1, 2) as http, asyncio.TaskGroup() as group:
+        for number, priority in enumerate((0, 7, -7), start=1):
+            body = ask(path) | {"stream": False, "priority": priority}
+            group.create_task(http.post(f"/{path}", json=body))
+            await eventually(lambda most=number: bench.metric("num_requests_waiting") >= most)
+        gate.set()
+    assert [request.spec.priority for request in bench.service.opened] == [0, -7, 7]
 
 
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(bench: Bench) -> None:

@@ -37,6 +37,7 @@ SPEC = SequenceSpec(
     max_tokens=9,
     eos_token_ids=(2,),
     arrival_s=1.5,
+    priority=-2,
     num_speculative_tokens=0,
     model="draft",
     wants_times=True,

@@ -160,7 +160,7 @@ class Soak:
         while seen["decided"] < num_decisions:
             if len(self._open) < self._most_open and rng.random() < 0.3:
                 self._begin()
-            keys = [key for key in self._open if rng.random() < 0.7]
+            keys = sorted((key for key in self._open if rng.random() < 0.7), key=lambda key: self._open[key][1].order)
             if not keys:
                 continue
             for key, result in zip(keys, self.shadow.verify([self._job(key) for key in keys]), strict=True):
@@ -181,7 +181,8 @@ class Soak:
         prompt = self._rng.choice(self._prompts)
         tokens = [*prompt[: self._rng.randrange(1, len(prompt))], self._rng.randrange(self._vocab_size)]
         sampling = self._rng.choice(self._samplings)
-        spec = SequenceSpec(sampling, self.num_opened, len(tokens), 90, (0,), arrival_s=float(self.num_opened))
+        arrival_s, priority = float(self.num_opened), self.num_opened % 3 - 1
+        spec = SequenceSpec(sampling, self.num_opened, len(tokens), 90, (0,), arrival_s, priority)
         self._open[f"s{self.num_opened}"] = TokenLog(tokens), spec
 
     def _job(self, key: str) -> VerifyJob:

@@ -47,6 +47,7 @@ class Case:
     eos_token_ids: tuple[int, ...] = (EOS,)
     prediction: tuple[int, ...] = ()
     cache_salt: str = ""
+    priority: int = 0
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
 
@@ -59,6 +60,7 @@ class Case:
             self.max_tokens,
             self.eos_token_ids,
             arrival_s=arrival_s,
+            priority=self.priority,
             num_speculative_tokens=self.num_speculative_tokens,
             prediction=SharedTokens(self.prediction),
             cache_salt=self.cache_salt,

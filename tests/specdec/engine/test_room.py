@@ -1,6 +1,8 @@
-"""Who gets room on a model whose blocks do not suffice for all: those that came first, whatever the others do."""
+"""Who gets room on a model whose blocks do not suffice for all: by priority, then those that came first."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,20 +10,21 @@ from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
+from specdec.engine.engine import InProcessService
 from specdec.engine.sequences import SequenceStates, rank_of
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
-from tests.specdec.engine.pairs import Case, make_service, run
+from tests.specdec.engine.pairs import Case, Output, deliver, make_service, run, start
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def spec(arrival_s: float) -> object:
-    return Case((1, 2, 3), 100, GREEDY).spec(arrival_s)
+def spec(arrival_s: float, priority: int = 0) -> object:
+    return Case((1, 2, 3), 100, GREEDY, priority=priority).spec(arrival_s)
 
 
 def prompt(start: int, length: int) -> list[int]:
@@ -47,13 +50,17 @@ def shared() -> tuple[ModelDrafter, ModelTarget, SequenceStates]:
     )
 
 
-def verify_job(key: str, start: int, length: int, arrival_s: float, draft: tuple[int, ...] = ()) -> VerifyJob:
-    return VerifyJob(key, TokenLog(prompt(start, length)), draft, spec(arrival_s))
+def verify_job(
+    key: str, start: int, length: int, arrival_s: float, draft: tuple[int, ...] = (), priority: int = 0
+) -> VerifyJob:
+    return VerifyJob(key, TokenLog(prompt(start, length)), draft, spec(arrival_s, priority))
 
 
-def draft_job(key: str, start: int, length: int, arrival_s: float, fork_of: str | None = None) -> DraftJob:
+def draft_job(
+    key: str, start: int, length: int, arrival_s: float, fork_of: str | None = None, priority: int = 0
+) -> DraftJob:
     tokens = prompt(start, length)
-    return DraftJob(key, tokens, spec(arrival_s), length - 1 if fork_of else 0, length, fork_of)
+    return DraftJob(key, tokens, spec(arrival_s, priority), length - 1 if fork_of else 0, length, fork_of)
 
 
 def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
@@ -74,15 +81,19 @@ def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
     assert fits("shorter", 6) == BLOCK_SIZE
 
 
-@pytest.mark.parametrize("is_older", [True, False])
-def test_without_work_an_older_sequence_keeps_its_room_and_a_newer_one_yields(shared: tuple, is_older: bool) -> None:
+@pytest.mark.parametrize(
+    ("held", "wanted", "keeps"),
+    [((0, 0.0), (0, 1.0), True), ((0, 1.0), (0, 0.0), False), ((1, 0.0), (0, 1.0), False), ((-1, 1.0), (0, 0.0), True)],
+)
+def test_without_work_the_first_in_order_keeps_its_room_and_another_yields(
+    shared: tuple, held: tuple[int, float], wanted: tuple[int, float], keeps: bool
+) -> None:
     drafter, target, states = shared
-    held_s, wanted_s = (0.0, 1.0) if is_older else (1.0, 0.0)
-    assert drafter.propose([draft_job("held", 1, 24, held_s)])[0].status is Status.DECIDED
-    wanted = target.verify([verify_job("wanted", 5, 20, wanted_s)])[0].status
-    assert wanted is (Status.WAITING if is_older else Status.DECIDED)
-    assert [states.num_computed_tokens(key) for key in ("held", "wanted")] == ([24, 0] if is_older else [0, 20])
-    assert states.num_evictions == (not is_older)
+    assert drafter.propose([draft_job("held", 1, 24, held[1], priority=held[0])])[0].status is Status.DECIDED
+    status = target.verify([verify_job("wanted", 5, 20, wanted[1], priority=wanted[0])])[0].status
+    assert status is (Status.WAITING if keeps else Status.DECIDED)
+    assert [states.num_computed_tokens(key) for key in ("held", "wanted")] == ([24, 0] if keeps else [0, 20])
+    assert states.num_evictions == (not keeps)
 
 
 def test_whoever_waits_holds_nothing(shared: tuple) -> None:
@@ -143,7 +154,37 @@ def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
 
 def test_branches_come_after_all_sequences() -> None:
     assert rank_of("s#1", spec(0.0), is_branch=True) > rank_of("other", spec(9.0))
-    assert rank_of("a", spec(1.0)) < rank_of("b", spec(1.0)) < rank_of("a", spec(2.0))
+    assert rank_of("a", spec(1.0)) < rank_of("b", spec(1.0)) < rank_of("a", spec(2.0)) < rank_of("a", spec(0.0, 1))
+
+
+def finished(
+    service: InProcessService, cases: list[Case], late: Case | None = None
+) -> tuple[list[int], list[list[int]]]:
+    """In which order the cases end, the late one begun after three rounds, and each one's tokens."""
+    outputs = {name: Output() for name in start(service, cases)}
+    ended: list[str] = []
+    for number in range(1000):
+        if number == 3 and late is not None:
+            service.start("late", late.prompt, late.spec(arrival_s=9.0))
+            outputs["late"] = Output()
+        deliver(service, outputs)
+        ended += [name for name, one in outputs.items() if one.finish is not None and name not in ended]
+        if len(ended) == len(cases) + (late is not None):
+            return [list(outputs).index(name) for name in ended], [one.tokens for one in outputs.values()]
+    raise AssertionError("never finished")
+
+
+def test_priorities_change_who_comes_first_and_no_token() -> None:
+    """Room for one: a later request of a better priority overtakes who waits, and who runs yields to it."""
+    hot = SamplingParams(temperature=1.0)
+    *cases, late = [Case(tuple(prompt(3 * i, 40)), 20, (GREEDY, hot)[i % 2], seed=i) for i in range(4)]
+    _, plain = finished(make_service("llama", 0.06, 4), [*cases, late])
+    scarce = {"num_blocks": 20}
+    assert finished(make_service("llama", 0.06, 4, **scarce), cases, late) == ([0, 1, 2, 3], plain)
+    ranked = [replace(case, priority=priority) for case, priority in zip(cases, (7, 1, 0), strict=True)]
+    service = make_service("llama", 0.06, 4, **scarce)
+    assert finished(service, ranked, replace(late, priority=-1)) == ([3, 2, 1, 0], plain)
+    assert service.target._backend.metrics()["num_evictions"] > 0
 
 
 def test_nobody_is_evicted_in_vain() -> None:

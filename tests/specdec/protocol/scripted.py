@@ -75,6 +75,7 @@ class Script:
             rng.randint(4, 30),
             eos_token_ids=(EOS,),
             arrival_s=arrival,
+            priority=rng.choice((0, 0, 0, 1, -1)),
             model=rng.choice(("target",) * 5 + ("draft",)),
         )
         true = tuple(rng.randrange(VOCAB) for _ in range(max_model_len + 20))
@@ -129,8 +130,8 @@ class ScriptedTarget:
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         keys = [job.key for job in jobs]
         expect(len(set(keys)) == len(keys), "a sequence is twice in a batch")
-        arrivals = [job.spec.arrival_s for job in jobs]
-        expect(arrivals == sorted(arrivals), "a batch is not in order of arrival")
+        orders = [(job.spec.priority, job.spec.arrival_s) for job in jobs]
+        expect(orders == sorted(orders), "a batch is not in order of priority and arrival")
         taken, self.waiting = set(keys[: self._room]), set(keys[self._room :])
         read = taken & self.held
         if len(self.held | taken) > self._room:
@@ -249,8 +250,8 @@ class ScriptedDraft:
             self.held[new_key] = self.held.pop(key)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        ranks = [(job.fork_of is not None, job.spec.arrival_s, job.key) for job in jobs]
-        expect(ranks == sorted(set(ranks)), "jobs are not in order of arrival, branches last, each once")
+        ranks = [(job.fork_of is not None, job.spec.priority, job.spec.arrival_s, job.key) for job in jobs]
+        expect(ranks == sorted(set(ranks)), "jobs are not in order of priority and arrival, branches last, each once")
         taken = {job.key for job in jobs[: self._room]}
         if len(self.held.keys() | taken) > self._room:
             self.held = {key: tokens for key, tokens in self.held.items() if key in taken}

@@ -166,10 +166,13 @@ def test_live_may_give_a_longer_lease():
     assert len(machine._backend.batches) == 1
 
 
-def test_sequences_are_served_in_order_of_arrival():
-    machine = machine_with(open_message(seq="b", arrival_s=1.0), open_message(seq="c"), open_message(seq="a"))
+def test_sequences_are_served_in_order_of_priority_then_of_arrival():
+    low, high = open_message(seq="d", priority=1), open_message(seq="e", priority=-1, arrival_s=2.0)
+    machine = machine_with(
+        low, open_message(seq="b", arrival_s=1.0), open_message(seq="c"), open_message(seq="a"), high
+    )
     machine.step(0.0)
-    assert [key for key, _ in machine._backend.batches[0]] == ["a", "c", "b"]
+    assert [key for key, _ in machine._backend.batches[0]] == ["e", "a", "c", "b", "d"]
 
 
 def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():

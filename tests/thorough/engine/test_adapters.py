@@ -329,14 +329,14 @@ def test_adapters_that_come_slowly_hold_up_no_others(
     pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(2, 64)).adapters)
     for _ in range(2):
         for name in slow:
-            pool.hold(name, adapters[name], 1.0)
+            pool.hold(name, adapters[name], (0, 1.0))
         pool.prepare()
         for name in slow if is_gone else "":
             pool.release(name)
     for name in "cd":
-        pool.hold(name, adapters[name], 2.0)
+        pool.hold(name, adapters[name], (0, 2.0))
     wait_for(pool, [adapters["c"], adapters["d"]])
-    pool.hold("a", adapters["a"], 0.0)
+    pool.hold("a", adapters["a"], (0, 0.0))
     pool.prepare()
     assert pool.must_wait(adapters["a"])
     may_go_on.set()
@@ -357,7 +357,7 @@ def test_only_so_many_files_are_read_at_once(adapters: dict[str, Adapter], monke
     monkeypatch.setattr(pool_module, "adapter_folder", slow_folder_of)
     pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(1, 64)).adapters)
     for name in "abc":
-        pool.hold(name, adapters[name], float(ord(name)))
+        pool.hold(name, adapters[name], (0, float(ord(name))))
     for _ in range(4):
         pool.prepare()
     assert len(pool._reading) == 2
@@ -378,7 +378,7 @@ def test_the_thread_that_reads_an_adapter_leaves_the_step_a_plain_copy(
 
     monkeypatch.setattr(AdapterSlots, "put", remember)
     pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(2, 64)).adapters)
-    pool.hold("a", adapters["a"], 0.0)
+    pool.hold("a", adapters["a"], (0, 0.0))
     prepared(pool)
     assert copied
     assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in copied)
@@ -400,7 +400,7 @@ def prepared(pool: AdapterPool) -> None:
 def test_those_who_came_first_have_the_slots_and_the_least_recently_used_go(adapters: dict[str, Adapter]) -> None:
     pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(2, 64)).adapters)
     for arrival_s, name in enumerate("abca"):
-        pool.hold(f"{name}{arrival_s}", adapters[name], arrival_s)
+        pool.hold(f"{name}{arrival_s}", adapters[name], (0, arrival_s))
     prepared(pool)
     assert [pool.must_wait(adapters[name]) for name in "abcd"] == [False, False, True, True]
     pool.release("a0")  # a is needed still, but by one that came after c
@@ -410,9 +410,9 @@ def test_those_who_came_first_have_the_slots_and_the_least_recently_used_go(adap
         pool.release(key)
     prepared(pool)
     assert pool.metrics() == {"num_loaded_adapters": 2.0, "num_adapter_loads": 3.0}
-    pool.hold("b", adapters["b"], 9.0)
+    pool.hold("b", adapters["b"], (0, 9.0))
     prepared(pool)
-    pool.hold("d", adapters["d"], 10.0)
+    pool.hold("d", adapters["d"], (0, 10.0))
     prepared(pool)
     assert [pool.must_wait(adapters[name]) for name in "bcd"] == [False, True, False], "c was used longest ago"
     assert pool.num_loads == 4

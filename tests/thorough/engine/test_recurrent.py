@@ -218,7 +218,7 @@ def test_what_reaches_further_back_than_the_window_goes_on_from_a_kept_copy() ->
 
     def read(wanted: list[int]) -> tuple[int, float]:
         """Tokens that were cached, and the largest difference of the last token's logits from a whole forward's."""
-        states.want("one", wanted, 0, b"", (False, 0.0, "one"))
+        states.want("one", wanted, 0, b"", (False, 0, 0.0, "one"))
         assert states.allocate("one", 99) is not None
         sequence = states.sequence("one")
         num_cached = len(sequence)

@@ -14,7 +14,7 @@ from cluster.cli.service_scorer import ServiceScorer
 from specdec import BackendOptions, SamplingParams, SpeculativeEngine
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import Grammar
-from specdec.core.types import Tokens
+from specdec.core.types import TokenLogprobs, Tokens
 from specdec.engine.build import make_sampler
 from specdec.receipts.audit import Answer, Auditor
 from specdec.receipts.format import Receipt, sealed
@@ -66,9 +66,13 @@ class Service:
 
     def __init__(self, engine: SpeculativeEngine, receipt: Receipt) -> None:
         self._engine, self._receipt = engine, receipt
+        self.most_tokens = 1024
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked = SamplingParams(prompt_logprobs=body.get("prompt_logprobs"))
+        if len(body["prompt"]) > self.most_tokens:
+            raise InvalidParameterError("prompt", "the prompt is too long")
+        names = ("prompt_logprobs", "logprobs", "allowed_token_ids", "ignore_eos")
+        asked = SamplingParams(**{name: body[name] for name in names if name in body})
         result = self._engine.generate(body["prompt"], asked, seed=1, max_tokens=body["max_tokens"])
         entries = zip(body["prompt"], result.prompt_logprobs or (), strict=False)
         told = [
@@ -76,12 +80,16 @@ class Service:
             for token, entry in entries
         ]
         envelope, _ = sealed(self._receipt, SigningKey(Ed25519PrivateKey.generate()))
-        return {"receipt": envelope, "choices": [{"prompt_logprobs": told}]}
+        (last,) = result.logprobs or (TokenLogprobs(0.0, 1),)
+        top = {f"token_id:{one}": logprob for one, logprob in ((result.token_ids[0], last.logprob), *last.top)}
+        choice = {"prompt_logprobs": told, "logprobs": {"top_logprobs": [top]}}
+        return {"receipt": envelope, "choices": [choice]}
 
 
 def test_a_service_reads_as_the_model_itself_does(engine: SpeculativeEngine, honest: Receipt) -> None:
     sampler = make_sampler(source(), 4096, honest.eos_token_ids, OPTIONS)
-    scorer = ServiceScorer(Service(engine, honest), sampler, honest)  # type: ignore[arg-type]
+    service = Service(engine, honest)
+    scorer = ServiceScorer(service, sampler, honest, 100)  # type: ignore[arg-type]
     auditor = Auditor(scorer, scorer.own)
     additive = [
         *(replace(one, repetition_penalty=1.0) for one in SAMPLINGS),
@@ -97,7 +105,25 @@ def test_a_service_reads_as_the_model_itself_does(engine: SpeculativeEngine, hon
     assert auditor.audit([Answer(penalized, {})])[0][0].reasons == (scorer.refusal(penalized),)
     rounded = msgspec.structs.replace(honest, contract=honest.contract | {"dtype": "bfloat16"})
     with pytest.raises(InvalidParameterError, match="--url needs a strict service"):
-        ServiceScorer(Service(engine, rounded), sampler, honest)  # type: ignore[arg-type]
+        ServiceScorer(Service(engine, rounded), sampler, honest, 100)  # type: ignore[arg-type]
+    service.most_tokens = min(len(prompt) for prompt in honest.prompts) + 39
+    verdicts, _ = auditor.audit(single(honest))
+    assert {verdict.status for verdict in verdicts} == {"ok", "refused"}, "one that cannot be read ends no audit"
+    assert {verdict.reasons for verdict in verdicts} == {(), ("it cannot be read: the prompt is too long",)}
+
+
+def test_an_answer_that_fills_the_context_is_read_to_its_last_token(engine: SpeculativeEngine) -> None:
+    prompt = PROMPTS[0] * 90
+    room = 1024 - len(engine._tokenizer.encode(prompt))
+    assert 0 < room < 100
+    full = answer(engine, [prompt, prompt[:-5]], SamplingParams(ignore_eos=True), max_tokens=room)
+    sampler = make_sampler(source(), 4096, full.eos_token_ids, OPTIONS)
+    scorer = ServiceScorer(Service(engine, full), sampler, full, 100)  # type: ignore[arg-type]
+    auditor = Auditor(scorer, scorer.own)
+    (verdict,), _ = auditor.audit([Answer(full, {})])
+    assert (verdict.status, verdict.num_tokens) == ("ok", 2 * room)
+    edited = with_token(full, 0, room - 1, (full.choices[0].token_ids[-1] + 1) % 4096)
+    assert flagged(auditor, edited) == [room - 1, -1]
 
 
 def flagged(auditor: Auditor, receipt: Receipt) -> list[int | None]:
