@@ -36,6 +36,7 @@ SECTIONS = {
     "sampling": "the sampling kernels: noise, tokens, times",
     "executor": "steps recorded as CUDA graphs: tokens, times; this GPU's record, where all is right",
     "steps": "steps of an 8B target and a 1B draft with random weights over reading the weights once",
+    "layers": "steps of a hybrid, experts, four adapters and int8 over the least, launched one by one and recorded",
     "heads": "drafts of an EAGLE-3 head on an 8B target, and whole rounds, over the least",
     "exact": "the same tokens with 0, 4 and 8 draft tokens a round, in fp32; how often rounding decides in bf16",
     "strict": "exactness: strict: products that the library splits, bits over many kinds of steps, the cost over fast",

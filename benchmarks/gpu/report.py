@@ -29,7 +29,15 @@ class Report:
         sys.stdout.write(f"[{time.monotonic() - self._start_s:6.1f}] {text}\n")
         sys.stdout.flush()
 
-    def figure(self, name: str, value: float, *, over: float | None = None, most: float | None = None) -> None:
+    def figure(
+        self,
+        name: str,
+        value: float,
+        *,
+        over: float | None = None,
+        most: float | None = None,
+        least: float | None = None,
+    ) -> None:
         """Print and keep a figure.
 
         Args:
@@ -37,6 +45,7 @@ class Report:
             value: As measured.
             over: The least that it could be; the ratio is printed too.
             most: The most that the ratio, or the value where there is none, should be. Missing it fails nothing.
+            least: The least that it should be.
         """
         self.figures[name] = value
         text, judged = f"{name} {value:.4g}", value
@@ -46,6 +55,8 @@ class Report:
             text += f", {judged:.2f} of the least {over:.4g}"
         if most is not None:
             text += f" (aim {most:g}: {'met' if judged <= most else 'missed'})"
+        if least is not None:
+            text += f" (aim at least {least:g}: {'met' if judged >= least else 'missed'})"
         self.say(text)
 
     def check(self, name: str, is_right: bool, detail: str = "") -> None:

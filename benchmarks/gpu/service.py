@@ -5,6 +5,7 @@ Needs what a service needs: Ray, FastAPI and the rest. Models are written to mem
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,8 @@ import torch
 from benchmarks.gpu.generation import Pair, Work
 from benchmarks.gpu.pairs import chain_pair, save_pair
 from benchmarks.gpu.report import Report
-from benchmarks.modes.compare import Runner, Variant
+from benchmarks.modes.compare import Comparison, Runner, Variant
+from benchmarks.modes.compare import Work as ComparedWork
 from benchmarks.modes.load import Workload
 from benchmarks.modes.measures import Run
 from benchmarks.modes.services import HttpRunner, Services
@@ -33,6 +36,8 @@ from specdec.drafting.length.modes import expected_tokens
 
 ACCEPTANCE_RATE = 0.8
 VARIANTS = (Variant("plain", 0), Variant("default", None), Variant("4", 4))
+AIMS, NO_AIMS = (0.97, 0.94, 0.85), (None, None, None)
+"""Of the default over plain, of the lower end of its 95% interval, and of what step times allow."""
 _MEMORY = Path("/dev/shm")
 _KILL_AFTER_S = 2.0
 
@@ -66,7 +71,7 @@ FULL = Sizes(
     Work(num_rows=64, prompt_length=64, num_tokens=192),
     (0, 1, 2, 4, 7),
     15,
-    2,
+    6,
     {"executor": "graphs", "max_num_seqs": 64, "max_model_len": 2048},
 )
 SMALL = Sizes(
@@ -91,12 +96,16 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
         steps = time_steps(report, device, sizes, Path(folder))
         if device.type == "cuda":
+            gc.collect()  # a runner and its graphs know each other
             torch.cuda.empty_cache()
         models = {"target.model": f"{folder}/target", "draft.model": f"{folder}/draft", "host": "127.0.0.1"}
         started_s = time.monotonic()
         with Services({"service": load_config(None, models | sizes.keys)}, serve) as services:
             report.figure("service_start_s", time.monotonic() - started_s)
             runner = HttpRunner(services.urls)
+            if device.type == "cuda":
+                apart = [title for _, title in descendants(services.pid("service")) if ":DraftServer" in title]
+                report.check("by default both models are in one process of one GPU", not apart, f"{apart}")
             for num_streams in sizes.num_streams:
                 compare(report, runner, sizes, num_streams, steps)
             kill_target(report, runner, sizes, services.pid("service"))
@@ -140,25 +149,28 @@ def limit(steps: Sequence[StepTime], num_rows: int) -> tuple[float, int]:
 
 def compare(report: Report, runner: Runner, sizes: Sizes, num_streams: int, steps: Sequence[StepTime]) -> None:
     """Rounds in which each variant does the same work once; drafts change no text."""
-    runs: dict[str, list[Run]] = {variant.name: [] for variant in VARIANTS}
+    runs = defaultdict[str, list[Run]](list)
     for number in range(1 + sizes.rounds):
         for variant in VARIANTS:
             workload = _workload(sizes, num_streams, variant.num_speculative_tokens, 0.0, number)
             done = runner(variant, workload)
             if number:
                 runs[variant.name].append(done)
-    texts = {name: [run.texts for run in of_variant] for name, of_variant in runs.items()}
-    same = all(of_variant == texts["plain"] for of_variant in texts.values())
+    work = ComparedWork("words", num_streams, sizes.work.num_tokens, 0.0)
+    compared = Comparison(work, VARIANTS, tuple(tuple(runs[variant.name]) for variant in VARIANTS))
+    same = all(map(compared.has_equal_texts, range(len(VARIANTS))))
     report.check(f"{num_streams} streams: the same texts with drafts as without", same)
     most, length = limit(steps, num_streams)
     report.say(f"{num_streams} streams: steps in turn allow {most:.2f} times plain, with {length} draft tokens")
     report.figure(f"service_{num_streams}_limit_over_plain", most)
-    rates = {name: statistics.median(run.tokens_per_s for run in of_variant) for name, of_variant in runs.items()}
-    for name, rate in rates.items():
-        report.figure(f"service_{num_streams}_{name}_tokens_per_s", rate)
-        if name != "plain":
-            report.figure(f"service_{num_streams}_{name}_over_plain", rate / rates["plain"])
-            report.figure(f"service_{num_streams}_{name}_of_limit", rate / rates["plain"] / most)
+    for number, variant in enumerate(VARIANTS):
+        name = f"service_{num_streams}_{variant.name}"
+        report.figure(f"{name}_tokens_per_s", statistics.median(run.tokens_per_s for run in runs[variant.name]))
+        if number:
+            pooled, aims = compared.pooled(number, 0), AIMS if variant.name == "default" else NO_AIMS
+            report.figure(f"{name}_over_plain", pooled.ratio, least=aims[0])
+            report.figure(f"{name}_over_plain_low", pooled.low, least=aims[1])
+            report.figure(f"{name}_of_limit", pooled.ratio / most, least=aims[2])
 
 
 def kill_target(report: Report, runner: Runner, sizes: Sizes, service_pid: int) -> None:

@@ -111,7 +111,7 @@ def make_model(fields: dict[str, object], device: torch.device, dtype: torch.dty
 
 def random_model(fields: dict[str, object], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The same as transformers has it."""
-    config = AutoConfig.for_model("llama", max_position_embeddings=8192, **fields)
+    config = AutoConfig.for_model(**{"model_type": "llama", "max_position_embeddings": 8192} | fields)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
