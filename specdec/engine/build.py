@@ -435,6 +435,7 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
         notes.append(f"{name} keeps a state that can only be copied: its sequences are read one after another")
     if runner.no_speculation is not None:
         notes.append(f"{name} is right token by token only: as a target it runs without speculation")
+    notes += [f"{name} is slow: {reason}" for reason in slow_reasons(runner.loaded)]
     if runner.graphs_failure:
         notes.append(f"{name} runs without CUDA graphs: {runner.graphs_failure}")
     elif runner.compile_failure:
@@ -442,6 +443,14 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
     if options.skip_parity_check:
         notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)
+
+
+def slow_reasons(loaded: LoadedModel) -> Iterator[str]:
+    """Why a model cannot be fast whichever way its steps are run."""
+    if any(layer.is_latent for layer in loaded.attention_layers):
+        yield "in every step each layer expands all that it caches"
+    if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
+        yield "its devices compute one after another, at the speed of one"
 
 
 def _memory_notes(name: str, memory: MemoryPlan) -> Iterator[str]:

@@ -235,7 +235,7 @@ def unrecordable(loaded: LoadedModel, kernel: str, states: StatePool | SnapshotP
     if any(layer.is_latent for layer in loaded.attention_layers):
         return "it expands what it caches"
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
-        return "it is on several devices, which compute one after another, at the speed of one"
+        return "it is on several devices"
     if kernel == "gather" and loaded.device.type != "cpu":
         return "its attention kernel reads sizes back"
     return ""

@@ -20,6 +20,7 @@ from specdec.engine.build import (
     BackendOptions,
     _cache_room,
     _executor_limits,
+    _notes,
     build_drafter,
     build_target,
     gpu_budget_bytes,
@@ -29,10 +30,11 @@ from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.shares import on_one_gpu
 from specdec.engine.warmup import StepLimits, _measured, peak_resident_bytes, resident_bytes
 from specdec.executor.runner import ModelRunner
-from specdec.models.loading import ModelSource
+from specdec.models.loading import ModelSource, prepare_model
 from specdec.models.memory import StepMemory
 from specdec.models.parity_check import AdmissionReport, check_admission
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES
+from tests.specdec.models.families import make_model
 
 DEMO = Path(specdec.demo.__path__[0])
 
@@ -49,6 +51,18 @@ def test_steps_with_trees_are_recorded_where_the_model_takes_trees(recurrent: tu
     assert limits is not None
     takes_trees = not recurrent and opaque is None
     assert (limits.has_trees, limits.max_draft_tokens) == (takes_trees, MAX_TREE_TOKENS if takes_trees else 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("llama", ()), ("deepseek_v3", ("tiny is slow: in every step each layer expands all that it caches",))],
+)
+def test_what_is_slow_whichever_way_its_steps_run_is_said(family: str, said: tuple[str, ...]) -> None:
+    loaded = prepare_model(make_model(family), "tiny")
+    assert _notes(ModelRunner(loaded, num_blocks=8), BackendOptions()) == said
+    loaded.model.get_output_embeddings().to("meta")
+    (*_, of_devices) = _notes(ModelRunner(loaded, num_blocks=8), BackendOptions())
+    assert of_devices == "tiny is slow: its devices compute one after another, at the speed of one"
 
 
 @pytest.mark.parametrize("target_first", [True, False])

@@ -264,7 +264,7 @@ class ScriptedDraft:
         expect(base[: job.agreed] == [*job.tokens[: job.agreed]], "a draft job does not agree as far as it says")
 
     def _propose(self, job: DraftJob, *, taken: bool) -> Proposal:
-        expect(job.agreed <= len(job.tokens) < self.max_model_len, "a draft job is longer than the model reads")
+        expect(job.agreed <= len(job.tokens) <= self.max_model_len, "a draft job is longer than the model reads")
         expect(job.fork_of is None or job.key.startswith(f"{job.fork_of}#"), "a branch of another sequence")
         base = self.held.get(job.key)
         if base is None and job.fork_of is not None:
@@ -281,7 +281,7 @@ class ScriptedDraft:
         drawn: list[Proposal] = []
         for _ in range(self._num_step_tokens):
             tokens = [*job.tokens, *(one.token for one in drawn)]
-            if len(tokens) < self.max_model_len:
+            if not drawn or len(tokens) < self.max_model_len:
                 drawn.append(self._draw(job._replace(tokens=tokens)))
         return drawn[0]._replace(further=tuple(drawn[1:]))
 

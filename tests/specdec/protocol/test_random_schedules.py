@@ -30,7 +30,7 @@ def check(first: int, count: int) -> None:
     assert min(counts[what] for what in ("drains", "updates", "errors", "deaths")) > count / 10
     assert counts["accepted"] > counts["tokens"] / 20
     assert counts["predicted"] > counts["tokens"] / 100
-    assert min(counts["promoted"], counts["branch hits"]) > count / 10
+    assert min(counts["promoted"], counts["branch hits"], counts["of pairs"]) > count / 10
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, PART))

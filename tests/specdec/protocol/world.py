@@ -12,6 +12,7 @@ from specdec.core.messages import DRAFTER, Message, Plan, PlanUpdate
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.ngram import NgramOptions
+from specdec.engine.pair import PairedTarget
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
@@ -110,6 +111,7 @@ class World:
             name: DraftModel(self.scripts, seed + i, skill=skills[i]) for i, name in enumerate(self.names)
         }
         self.takes_trees = seed // 16 % 2 == 0
+        self.is_paired = seed % 16 in (4, 5)  # by either rule, beside drafters of their own
         self.draft_room = rng.choice((2, 6, 30))
         self.num_step_tokens = 3 if seed % 3 == 1 else 1
         self.watch = Watch(self.scripts, TIMES, self.drafters, coupled=self.coupled, most_branches=MOST_BRANCHES)
@@ -198,21 +200,20 @@ class World:
                 )
                 self.watch.follow(router)
             case "T":
-                node.backends = (self._target_backend(),)
+                backend = self._target_backend()
+                node.backends, decides = (backend,), backend
+                if self.is_paired:
+                    beside = self._draft_backend(DRAFTER)
+                    node.backends, decides = (backend, beside), PairedTarget(backend, beside, 5)
                 node.machine = TargetMachine(
                     name,
-                    node.backends[0],
+                    decides,
                     TIMES,
                     fingerprint=_fingerprints(model).decision,
                     ngram=NgramOptions(5),
                 )
             case "D":
-                drafter = ScriptedDraft(
-                    self.draft_models[self.drafters[name]],
-                    room=self.draft_room,
-                    max_model_len=self.draft_max_model_len,
-                    num_step_tokens=self.num_step_tokens,
-                )
+                drafter = self._draft_backend(self.drafters[name])
                 standalone, draft = self._target_backend(), _fingerprints(model).draft
                 node.backends = drafter, standalone
                 machine = DrafterMachine(name, drafter, TIMES)
@@ -229,6 +230,14 @@ class World:
         )
         backend.failing, backend.num_alone = self.adversary.failing, self.watch.num_alone
         return backend
+
+    def _draft_backend(self, name: str) -> ScriptedDraft:
+        return ScriptedDraft(
+            self.draft_models[name],
+            room=self.draft_room,
+            max_model_len=self.draft_max_model_len,
+            num_step_tokens=self.num_step_tokens,
+        )
 
     def _plan(self, spec: SequenceSpec) -> Plan:
         pick = self.rng.choice
@@ -383,6 +392,9 @@ class World:
                 self.counts["branch hits"] += counters.num_branch_hits
                 num_owed = {name: counts.num_accepted_tokens for name, counts in counters.by_drafter.items()}
                 accepted = counters.by_source["model"].num_accepted_tokens
+                if self.is_paired:  # what its own draft model made is owed to no drafter
+                    self.counts["of pairs"] += accepted - sum(num_owed.values())
+                    continue
                 expect(sum(num_owed.values()) == accepted, "an accepted token is owed to no drafter, or to two")
                 num_verified = sum(counts.num_draft_tokens for counts in counters.by_drafter.values())
                 is_whole = num_verified == counters.by_source["model"].num_draft_tokens
