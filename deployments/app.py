@@ -75,7 +75,7 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     workers = [_worker(TargetServer, "target", args, placement.target, surge["target"], environment=environment)]
     if args.has_own_draft:
         workers.append(_worker(DraftServer, "draft", args, placement.draft, surge["draft"]))
-    for drafter in args.drafters:
+    for drafter in args.deployed_drafters:
         share, name = placement.drafters[drafter.name], drafter_deployment(drafter.name)
         workers.append(_worker(DraftServer, "draft", args.of_drafter(drafter), share, 0, name=name))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
@@ -106,7 +106,7 @@ class DraftPoolArgs(AppArgs):
     """Arguments of the pool's builder: those of an application whose target has the vocabulary, and whom it serves."""
 
     applications: tuple[str, ...] = Field(
-        min_length=1, description="names of the applications that it drafts for, which name it as draft.pool"
+        min_length=1, description="names of the applications that it drafts for, each of which names it as a pool"
     )
 
     @model_validator(mode="after")
@@ -158,7 +158,7 @@ def check_files(args: AppArgs) -> None:
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
         configured_pair(args, target, draft)
-    for of_drafter in map(args.of_drafter, args.drafters):
+    for of_drafter in map(args.of_drafter, args.deployed_drafters):
         source = draft_source(of_drafter)
         if source is not None and Path(source.path).expanduser().is_dir():
             configured_pair(of_drafter, target, source)

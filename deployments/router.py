@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -55,12 +56,12 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack
         self._kinds: tuple[WorkerKind, ...] = ("target", *drafters) if args.has_drafters else ("target",)
-        groups = [_group(kind, args.draft.pool if kind == DRAFTER else None) for kind in self._kinds]
+        groups = [_group(kind, args.pools.get(kind)) for kind in self._kinds]
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, on_seen=self._machine.worker_seen
         )
         self._least = _min_workers(args)
-        self._waker: Waker | None = None
+        self._wakers: dict[WorkerKind, Waker] = {}
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._metrics))
         self._users = users_poll()
@@ -110,17 +111,18 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     def _call_drafters(self) -> None:
         """Call for a drafter when one is wanted, where there may be none."""
-        if self._args.has_drafters and not self._least[DRAFTER] and self._waker is None:
-            self._waker = Waker(self._lacks_drafter, self._call_drafter)
-            self._closers.append(self._waker.close)
+        for name in self._kinds[1:]:
+            if not self._least[name] and name not in self._wakers:
+                waker = self._wakers[name] = Waker(partial(self._lacks, name), partial(self._call, name))
+                self._closers.append(waker.close)
 
-    def _lacks_drafter(self) -> bool:
+    def _lacks(self, drafter: WorkerKind) -> bool:
         of_workers = self._machine.worker_metrics().values()
-        is_there = any(kind == DRAFTER and not metrics.get("is_draining") for kind, metrics in of_workers)
-        return not is_there and self._machine.lacks(DRAFTER)
+        is_there = any(kind == drafter and not metrics.get("is_draining") for kind, metrics in of_workers)
+        return not is_there and self._machine.lacks(drafter)
 
-    def _call_drafter(self) -> Any:
-        app_name = self._args.draft.pool or serve.get_replica_context().app_name
+    def _call(self, drafter: WorkerKind) -> Any:
+        app_name = self._args.pools.get(drafter) or serve.get_replica_context().app_name
         return serve.get_deployment_handle(DRAFT, app_name).wake.remote()
 
     async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
@@ -130,10 +132,10 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
 
 def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:
-    """Workers of each kind that there are in any case; of a pool's, which are another application's, none."""
-    further = {drafter.name: drafter.replicas for drafter in args.drafters}
-    own_draft = 0 if args.draft.pool else least(args.replicas.draft)
-    return {"target": least(args.replicas.target), DRAFTER: own_draft, **further}
+    """Workers of each kind that there are in any case; of pools', which are other applications', none."""
+    further = {drafter.name: drafter.replicas for drafter in args.deployed_drafters}
+    workers = {"target": least(args.replicas.target), DRAFTER: least(args.replicas.draft), **further}
+    return workers | dict.fromkeys(args.pools, 0)
 
 
 def planner_of(args: AppArgs) -> Planner | PlanController:
@@ -154,5 +156,6 @@ def _group(kind: WorkerKind, application: str | None) -> PeerGroup[RouterMachine
         machine.worker_joined(name, kind, now_s)
 
     match: FingerprintKind = "decision" if kind == "target" else "vocabulary"
-    deployment = {"target": TARGET, DRAFTER: DRAFT}.get(kind) or drafter_deployment(kind)
+    own = {"target": TARGET, DRAFTER: DRAFT}.get(kind) or drafter_deployment(kind)
+    deployment = own if application is None else DRAFT
     return PeerGroup(deployment, joined, RouterMachine.worker_lost, match, application=application)

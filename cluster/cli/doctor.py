@@ -199,7 +199,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     if draft_source(args) is not None:
         found = _examined_drafter(args, source, shares[1], 1, findings, progress)
         findings.draft, findings.pair = found.model, found.pair
-    for i, drafter in enumerate(args.drafters):
+    for i, drafter in enumerate(args.deployed_drafters):
         share = placement.drafters[drafter.name].gpu_share
         found = _examined_drafter(args.of_drafter(drafter), source, share, 2 + i, findings, progress)
         findings.drafters[drafter.name] = found
@@ -341,7 +341,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, config_overrides(arguments))
     try:
         # Without a network this takes seconds; loading would try each file five times.
-        loads_both = config.draft.pool is None and config.target.engine != "vllm"
+        loads_both = not config.pools and config.target.engine != "vllm"
         config = fetch_models(config, _progress) if loads_both else config
     except InvalidParameterError as error:
         findings = Findings(this_machine(), None, problems=[str(error)])

@@ -150,7 +150,7 @@ class AppArgs(StrictModel):
     drafters: Annotated[tuple[DrafterConfig, ...], BeforeValidator(named_models)] = Field(
         (),
         max_length=MOST_DRAFTERS,
-        description="further drafters: name, replicas, actor, and the keys of draft",
+        description="further drafters: name; pool, or replicas, actor and the keys of draft",
     )
     served_model_name: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
         (), description="the model's name in the API; requests may give further ones, answers give the first"
@@ -379,9 +379,11 @@ class AppArgs(StrictModel):
             raise refused_key("drafters", "drafters: draft beside draft: name its model, in a process of its own")
         if self.lora.has_draft_adapters:
             raise refused_key("drafters", "drafters: draft without adapters: say lora.models: target")
+        if len(self.pools) > len(set(self.pools.values())):
+            raise refused_key("drafters", "drafters: name one pool twice, or that of draft again: once is enough")
 
     def of_drafter(self, drafter: DrafterConfig) -> AppArgs:
-        """The arguments by which one of ``drafters`` is deployed: it is the draft in these."""
+        """The arguments by which one of ``deployed_drafters`` is deployed: it is the draft in these."""
         args = self.model_dump(exclude_unset=True, exclude={"drafters", "actors", "updates"})
         own = {"draft": drafter.as_draft(), "replicas": {"draft": drafter.replicas}}
         return AppArgs.model_validate(args | own)
@@ -451,6 +453,17 @@ class AppArgs(StrictModel):
     def has_drafters(self) -> bool:
         """Whether there are processes that draft, wherever they are."""
         return self.has_draft and not self.is_paired
+
+    @property
+    def pools(self) -> dict[str, str]:
+        """Of drafters that are another application's, that application, by their names here."""
+        named = {DRAFTER: self.draft.pool} | {drafter.name: drafter.pool for drafter in self.drafters}
+        return {name: pool for name, pool in named.items() if pool is not None}
+
+    @property
+    def deployed_drafters(self) -> tuple[DrafterConfig, ...]:
+        """Further drafters that are deployed beside the target."""
+        return tuple(drafter for drafter in self.drafters if drafter.pool is None)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""Further drafters of a service: each has a name, a draft model, and replicas of its own."""
+"""Further drafters of a service: each has a name, and a draft model with replicas of its own, or a pool."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -14,11 +14,13 @@ from specdec.core.messages import DRAFTER
 MOST_DRAFTERS = 7
 """Beside ``draft``."""
 _OWN = frozenset(("name", "replicas", "actor"))
-_OF_DRAFT = frozenset(("pool", "heads", "tree_tokens"))
+_OF_TARGET = frozenset(("heads", "tree_tokens"))
 
 
 class DrafterConfig(DraftConfig):
-    """One of several drafters: the keys of ``draft`` that are of a draft model, and where it runs."""
+    """One of several drafters: the keys of ``draft`` that are of a draft model, and where it runs; or a pool."""
+
+    beside_pool: ClassVar[frozenset[str]] = frozenset(("name", "pool"))
 
     name: str = Field(description="by which metrics tell of it")
     replicas: int = Field(1, ge=1, le=MOST_REPLICAS, description="copies of it")
@@ -34,14 +36,24 @@ class DrafterConfig(DraftConfig):
                     "each needs a name: a small letter, then small letters, digits and dashes, 32 at most; not target, "
                     f"nor {DRAFTER}, the name of draft itself"
                 )
-            is_of_model = data.get("method", "model") == "model" and data.get("placement") != "same_process"
-            if not is_of_model or not data.get("model") or _OF_DRAFT & data.keys():
-                raise ValueError(f"{name} must have a model; pool, heads, other methods and same_process are for draft")
+            if data.get("placement") == "same_process":
+                raise ValueError(f"{name} drafts in a process of its own: same_process is for draft")
+            if data.get("method", "model") != "model" or _OF_TARGET & data.keys():
+                raise ValueError(
+                    f"{name} drafts by a model: lookup and heads draft in the target's process, joined in draft.method"
+                )
+            if not data.get("model") and not data.get("pool"):
+                raise ValueError(f"{name} must have a model or a pool")
         return data
 
     def as_draft(self) -> dict[str, Any]:
         """What it says of its model, as the keys of ``draft``."""
         return self.model_dump(exclude_unset=True, exclude=set(_OWN))
+
+
+def pool_key(name: str) -> str:
+    """The key by which the drafter of a name is another application's."""
+    return "draft.pool" if name == DRAFTER else f"drafters.{name}.pool"
 
 
 def named_models(value: Any) -> Any:

@@ -6,7 +6,7 @@ Keys of LoRA adapters: which there are, where more may come from, and how many a
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
@@ -155,6 +155,9 @@ def draft_method(value: Any) -> str:
 class DraftConfig(ModelConfig):
     """How drafts are made: by a draft model, by another application's drafters, by prompt lookup, by heads."""
 
+    beside_pool: ClassVar[frozenset[str]] = frozenset(("pool", "method", "heads", "tree_tokens"))
+    """Keys that say nothing of a draft model of one's own."""
+
     method: Annotated[str, BeforeValidator(draft_method)] = Field(
         "model",
         description=f"who drafts: model, ngram, {', '.join(HEADS)}, or package.module:name; several joined by +",
@@ -217,8 +220,7 @@ class DraftConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
-        drafting = {"pool", "method", "heads", "tree_tokens"}
-        others = ", ".join(sorted(self.model_fields_set - drafting))
+        others = ", ".join(sorted(self.model_fields_set - self.beside_pool))
         if "model" not in self.methods and (others or self.pool):
             both = draft_method([*self.methods, "model"])
             raise ValueError(

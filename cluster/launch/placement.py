@@ -182,7 +182,7 @@ def check_gpus(args: AppArgs) -> None:
     gpus_per_replica("target", args.target, args.actors.target)
     if args.has_own_draft:
         gpus_per_replica("draft", args.draft, args.actors.draft)
-    for drafter in args.drafters:
+    for drafter in args.deployed_drafters:
         gpus_per_replica(f"drafters.{drafter.name}", drafter, drafter.actor)
 
 
@@ -250,7 +250,7 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
     if args.has_own_draft:
         demand = gpus_per_replica("draft", args.draft, actors.draft)
         workers.append(_Worker("draft", most(replicas.draft), demand, actors.draft))
-    for drafter in args.drafters if has_target else ():
+    for drafter in args.deployed_drafters if has_target else ():
         role = f"drafters.{drafter.name}"
         demand = gpus_per_replica(role, drafter, drafter.actor)
         workers.append(_Worker(role, drafter.replicas, demand, drafter.actor))
@@ -265,7 +265,7 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
         remarks=tuple(_remarks(workers, shares, cpus, devices, args.is_paired)),
-        drafters={drafter.name: shares[f"drafters.{drafter.name}"] for drafter in args.drafters if has_target},
+        drafters={drafter.name: shares[f"drafters.{drafter.name}"] for drafter in args.deployed_drafters if has_target},
     )
 
 

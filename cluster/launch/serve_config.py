@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.app import AppArgs, ServiceConfig, is_loopback
+from cluster.config.drafters import pool_key
 from cluster.config.environment import RAY_SETTINGS
 from cluster.config.files import read_yaml
 from cluster.config.live import without_live
@@ -80,7 +81,7 @@ def _args_and_deployments(args: AppArgs, deployments: dict[str, str]) -> dict[st
     if "lora" in live:  # their room is fixed, and which there are is not
         fixed.setdefault("lora", {}).setdefault("models", "both" if args.lora.has_draft_adapters else "target")
     of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()]
-    of_each += [{"name": drafter_deployment(drafter.name), "user_config": live} for drafter in args.drafters]
+    of_each += [{"name": drafter_deployment(drafter.name), "user_config": live} for drafter in args.deployed_drafters]
     return {"args": fixed, "deployments": of_each}
 
 
@@ -105,7 +106,7 @@ def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
     if args.actors.target.num_gpus is None or args.actors.draft.num_gpus is None:
         text = f"{key}: two applications share no devices out: set actors.target.num_gpus and actors.draft.num_gpus"
         raise InvalidParameterError(key, text)
-    for drafter in args.drafters:
+    for drafter in args.deployed_drafters:
         role = f"drafters.{drafter.name}"
         if gpus_per_replica(role, drafter, drafter.actor).num_gpus is None:
             text = f"{key}: two applications share no devices out: set {role}.actor.num_gpus, or {role}.device: cpu"
@@ -143,7 +144,7 @@ def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
 def _is_placed(args: AppArgs, deployments: Iterable[str]) -> bool:
     """Whether no model's share of a device depends on how many replicas there are."""
     models = [getattr(args.actors, part) for part in ("target", "draft") if part in deployments]
-    models += [drafter.actor for drafter in args.drafters]
+    models += [drafter.actor for drafter in args.deployed_drafters]
     return all(one.num_gpus is not None and one.num_cpus is not None for one in models)
 
 
@@ -170,9 +171,9 @@ def _check(config: ServiceConfig) -> None:
                 f"{key}: a cluster would show it: leave it out, and set HF_TOKEN on every node (on Kubernetes by the "
                 "Secret specdec-hub)",
             )
-    if config.draft.pool is not None:
+    for key in map(pool_key, config.pools):
         raise InvalidParameterError(
-            "draft.pool", "draft.pool: this is one application; write several into one Serve configuration by hand"
+            key, f"{key}: this is one application; write several into one Serve configuration by hand"
         )
     if "host" in config.model_fields_set and config.host not in (EVERY_ADDRESS, "::"):
         what = "nobody else reaches it" if is_loopback(config.host) else "every node would listen on it"

@@ -59,7 +59,7 @@ def add_quantization_routes(app: FastAPI, args: AppArgs, *, is_local: bool = Fal
         wanted = requantized(args, body.target, body.draft)
         async with one_by_one:
             is_deployed = await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)
-        names = *DEPLOYMENTS, *(drafter_deployment(one.name) for one in wanted.drafters)
+        names = *DEPLOYMENTS, *(drafter_deployment(one.name) for one in wanted.deployed_drafters)
         replaced = [name for name in names if is_deployed and (name != DRAFT or wanted.has_own_draft)]
         return await asyncio.to_thread(described, wanted) | {"replaced": replaced}
 

@@ -9,11 +9,12 @@ How an update of the application goes, for ``/health``.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from ray import serve
 from ray.serve import Application
 from ray.util.metrics import Gauge
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.config.base import StrictModel
 from cluster.config.environment import api_keys
+from cluster.config.limits import names
 from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET, drafter_deployment, loads_model
 from cluster.launch.local import describe, last_line
 from cluster.launch.startup import starting
@@ -133,7 +135,9 @@ class StatusArgs(StrictModel):
 
     application: str = Field("specdec", min_length=1, description="name of the application that is reported")
     update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is late")
-    draft_pool: str | None = Field(None, min_length=1, description="name of the application of its drafters, a pool")
+    draft_pool: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="names of the applications of its drafters, pools"
+    )
     drafters: tuple[str, ...] = Field((), description="names of its drafters beside the draft")
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
@@ -145,9 +149,9 @@ class Health:
     """200 while requests can be served, else 503 with what is missing, and what replicas that start do."""
 
     def __init__(self, args: StatusArgs) -> None:
-        self._applications = [args.application] if args.draft_pool is None else [args.application, args.draft_pool]
-        self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
-        self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
+        self._applications = [args.application, *args.draft_pool]
+        self._ingresses = _asked(args.application, INGRESS, "refusal", _HEALTH_S)
+        self._routers = _asked(args.application, ROUTER, "workers", _HEALTH_S)
         self._updates = {name: UpdateWatch(name, args.update_timeout_s) for name in self._applications}
         text = "1 while an update takes longer than update_timeout_s, else 0."
         self._late = Gauge(UPDATE_LATE, text, tag_keys=("application",))
@@ -176,14 +180,16 @@ class Health:
             self._late.set(float(is_late), {"application": name})
 
     async def _update(self) -> Update | None:
-        """The worst update of the application and its draft pool."""
+        """The worst update of the application and its draft pools."""
         return worst(await asyncio.gather(*(watch.get() for watch in self._updates.values())))
 
     async def _stages(self) -> dict[str, str]:
         """What replicas that start do, by deployment; nothing where Ray's head does not answer."""
 
         def of_all() -> dict[str, str]:
-            return {name: line for one in self._applications for name, line in starting(one).items()}
+            found = {one: starting(one) for one in self._applications}
+            pools = {f"{pool}/{name}": line for pool in self._applications[1:] for name, line in found[pool].items()}
+            return found[self._applications[0]] | pools
 
         try:
             return await asyncio.wait_for(asyncio.to_thread(of_all), PATIENCE_S)
@@ -197,8 +203,11 @@ class Metrics:
 
     def __init__(self, args: StatusArgs) -> None:
         self._args = args
-        deployments = *DEPLOYMENTS, *map(drafter_deployment, args.drafters)
-        self._asked = {name: _asked(args, name, "metrics_page", _METRICS_S) for name in deployments}
+        own = ((args.application, name) for name in (*DEPLOYMENTS, *map(drafter_deployment, args.drafters)))
+        self._asked = [
+            (deployment, _asked(application, deployment, "metrics_page", _METRICS_S))
+            for application, deployment in (*own, *((pool, DRAFT) for pool in args.draft_pool))
+        ]
         self._keys_file = WatchedFile(args.api_keys_file)
         self._keys = self._read_keys()
 
@@ -220,14 +229,15 @@ class Metrics:
             self._keys.check(request.headers.get("authorization", ""))
         except ApiError as error:
             return error.response()
-        pages = await asyncio.gather(*(asked.get() for asked in self._asked.values()))
-        failures = {name: asked.num_failures for name, asked in self._asked.items()}
+        pages = await asyncio.gather(*(asked.get() for _, asked in self._asked))
+        failures: Counter[str] = Counter()
+        for name, asked in self._asked:
+            failures[name] += asked.num_failures
         text = metrics_page([page for found in pages for page in found], failures)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> ReplicaPoll:
-    application = (deployment == DRAFT and args.draft_pool) or args.application
+def _asked(application: str, deployment: str, method: str, fresh_s: float) -> ReplicaPoll:
     return ReplicaPoll(lambda: serve.get_deployment_handle(deployment, application), method, fresh_s)
 
 

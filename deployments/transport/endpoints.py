@@ -203,7 +203,8 @@ class Endpoint:
         context = serve.get_replica_context()
         watch = Discovery(routers, application or context.app_name, lambda listed: links.update(listed))
         open_channel = partial(dial_stream, watch)
-        dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, open_channel, self._times)
+        own = self._me, context.deployment, context.app_name
+        dialer = Dialer(*own, self._fingerprints, match, host, open_channel, self._times)
         links = PeerLinks(dialer.dial, joined, lost, self._times, refused)
         self._closers += [watch.close, links.close]
         return links
@@ -340,7 +341,8 @@ class RouterEndpoint(_DrainingEndpoint):
         """
         host: LoopHost[Any] = LoopHost(machine)
         self._open(host, LOOP_TIMEOUT_S, times, fingerprints)
-        self._groups = {group.deployment: group for group in workers}
+        self._application = serve.get_replica_context().app_name
+        self._groups = {(group.application or self._application, group.deployment): group for group in workers}
         self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
         self._streams = StreamAnswerer(answerer.answer)
@@ -359,25 +361,28 @@ class RouterEndpoint(_DrainingEndpoint):
         return self._streams.post(data)
 
     def _joined(self, hello: Hello) -> None:
-        group = self._groups.get(hello.deployment)
+        group = self._group_of(hello)
         if group is None:
             self._clients.add(hello.caller)
         elif self._host is not None:
             self._host.tell(lambda machine, now_s: group.joined(machine, hello.caller, now_s))
 
     def _lost(self, hello: Hello) -> None:
-        group = self._groups.get(hello.deployment)
+        group = self._group_of(hello)
         if group is None:
             self._clients.discard(hello.caller)
         elif self._host is not None:
             self._host.tell(lambda machine, now_s: group.lost(machine, hello.caller, now_s))
+
+    def _group_of(self, hello: Hello) -> PeerGroup[Any] | None:
+        return self._groups.get((hello.application, hello.deployment))
 
     def _has_clients(self) -> bool:
         return bool(self._clients)
 
     async def await_turn(self) -> None:
         """Return when this router may take the place of others: when a target serves that it can work with."""
-        target = next(name for name, group in self._groups.items() if group.match == "decision")
+        target = next(group.deployment for group in self._groups.values() if group.match == "decision")
         await Succession(await self.identity()).await_turn(target)
 
     def _refusal(self, hello: Hello) -> str:
@@ -388,9 +393,12 @@ class RouterEndpoint(_DrainingEndpoint):
             return "the replica is draining"
         if self._host.failed:
             return "the replica has failed"
-        group = self._groups.get(hello.deployment)
+        group = self._group_of(hello)
         match = "decision" if group is None else group.match
-        return mismatch(self._fingerprints, hello.fingerprints, match, hello.wire)
+        other_model = mismatch(self._fingerprints, hello.fingerprints, match, hello.wire)
+        if group is None and hello.application != self._application and not other_model:
+            return f"{hello.application} is an application of which this one wants no {hello.deployment}"
+        return other_model
 
 
 class IngressEndpoint(Endpoint):

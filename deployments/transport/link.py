@@ -121,6 +121,7 @@ class Dialer:
     Args:
         me: Replica id of this replica.
         deployment: Name of its deployment.
+        application: Name of its application.
         fingerprints: What its models are.
         match: Which fingerprint must be the callee's, too.
         host: Gets what the callees send.
@@ -132,6 +133,7 @@ class Dialer:
         self,
         me: str,
         deployment: str,
+        application: str,
         fingerprints: Fingerprints,
         match: FingerprintKind,
         host: Host[Any],
@@ -140,6 +142,7 @@ class Dialer:
     ) -> None:
         self._me = me
         self._deployment = deployment
+        self._application = application
         self._fingerprints = fingerprints
         self._match = match
         self._host = host
@@ -169,7 +172,7 @@ class Dialer:
 
     async def _open(self, peer: str) -> Channel:
         """A channel whose callee has greeted us."""
-        hello = Hello(self._me, peer, self._deployment, self._fingerprints, WIRE_VERSION)
+        hello = Hello(self._me, peer, self._deployment, self._fingerprints, WIRE_VERSION, self._application)
         channel = None
         try:
             async with asyncio.timeout(self._times.open_timeout_s):

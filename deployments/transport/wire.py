@@ -36,6 +36,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=True):
         deployment: Name of the caller's deployment.
         fingerprints: What the caller's models are.
         wire: The caller's version of frames and messages; 0 of a caller that tells none.
+        application: Name of the caller's application.
     """
 
     caller: str
@@ -43,6 +44,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=True):
     deployment: str
     fingerprints: Fingerprints = Fingerprints()
     wire: int = 0
+    application: str = ""
 
 
 class Greeting(Struct, frozen=True, array_like=True, tag=True):

@@ -20,7 +20,7 @@ from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.chained import Chained, ChainRow, UnreadChains, begin_chained, recorded_chains
 from specdec.engine.scheduler import Request, ScheduledRow
-from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
+from specdec.engine.sequences import BRANCH, DRAFTED, SequenceStates, prefix_salt, rank_of
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
@@ -421,7 +421,7 @@ class ModelDrafter(ModelBackend):
         return placed
 
     def _want(self, job: DraftJob) -> int:
-        rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
+        rank = rank_of(job.key, job.spec, DRAFTED if job.fork_of is None else BRANCH)
         salt = prefix_salt(job.spec, job.spec.draft_adapter)
         return self._states.want(
             *(job.key, job.tokens, job.agreed, salt, rank), fork_of=job.fork_of, num_committed=job.num_committed

@@ -12,13 +12,15 @@ from specdec.core.types import Adapter
 from specdec.engine.scheduler import CachedPrefix
 from specdec.executor.runner import ModelRunner
 
-Rank = tuple[bool, int, float, str]
-"""Who goes first where room is short: sequences before branches, then by priority, time of arrival and name."""
+Rank = tuple[int, int, float, str]
+"""Who goes first where room is short: by one of the three below, then by priority, time of arrival and name."""
+DECIDED, DRAFTED, BRANCH = range(3)
+"""A model that both decides and drafts has room for what it decides first."""
 
 
-def rank_of(key: str, spec: SequenceSpec, is_branch: bool = False) -> Rank:
-    """The rank of a sequence or branch."""
-    return is_branch, *spec.order, key
+def rank_of(key: str, spec: SequenceSpec, place: int) -> Rank:
+    """The rank of a sequence or branch, ``place`` being ``DECIDED``, ``DRAFTED`` or ``BRANCH``."""
+    return place, *spec.order, key
 
 
 @dataclass(slots=True)
@@ -227,7 +229,7 @@ class SequenceStates:
         if sequence is None:
             return
         rank = self._ranks.pop(key)
-        rank = self._ranks.get(new_key, (False, *rank[1:3], new_key))
+        rank = self._ranks.get(new_key, (DRAFTED, *rank[1:3], new_key))
         self.release(new_key)
         self._sequences[new_key], self._ranks[new_key] = sequence, rank
 

@@ -10,7 +10,7 @@ import torch
 
 from specdec.core.errors import InvalidParameterError, MemoryPlanError
 from specdec.engine.build import BackendOptions, build_target
-from specdec.engine.sequences import Rank, SequenceStates
+from specdec.engine.sequences import BRANCH, DECIDED, Rank, SequenceStates
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CHUNK_TOKENS = 512
 """Tokens of a long text that are read at once."""
 _TEXT = "text"
-_RANK: Rank = (False, 0, 0.0, _TEXT)
+_RANK: Rank = (DECIDED, 0, 0.0, _TEXT)
 
 
 class Stepper:
@@ -190,7 +190,7 @@ class Stepper:
     def _rows(self, paths: Sequence[Sequence[int]]) -> list[RowInput]:
         rows: list[RowInput] = []
         for i, path in enumerate(paths):
-            rank = (True, 0, float(i), f"branch {i}")
+            rank = (BRANCH, 0, float(i), f"branch {i}")
             whole = [*self._tokens, *path]
             key = f"branch {i}"
             self._states.want(key, whole, len(self._tokens), b"", rank, fork_of=_TEXT)

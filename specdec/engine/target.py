@@ -27,7 +27,7 @@ from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.drafter import ModelDrafter, UnreadDrafts
 from specdec.engine.scheduler import Request, ScheduledRow
-from specdec.engine.sequences import Rank, SequenceStates, prefix_salt, rank_of
+from specdec.engine.sequences import DECIDED, Rank, SequenceStates, prefix_salt, rank_of
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.sampling.acceptance import Decision
@@ -371,7 +371,7 @@ class ModelTarget(ModelBackend):
         if known is None or known.spec is not job.spec:
             spec, params = job.spec, job.spec.sampling
             is_plain = params.grammar is None and params.prompt_logprobs is None and spec.adapter is None
-            salt, rank = prefix_salt(spec, spec.adapter), rank_of(job.key, spec)
+            salt, rank = prefix_salt(spec, spec.adapter), rank_of(job.key, spec, DECIDED)
             known = self._known[job.key] = _Known(spec, salt, rank, is_plain)
         return known
 

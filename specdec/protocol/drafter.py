@@ -105,7 +105,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         Raises:
             DeviceLostError: The backend can no longer be used.
         """
-        self._expire(now_s)
+        self.expire(now_s)
         sequences = sorted(self._sequences, key=attrgetter("rank"))
         self._share_branches(sequences)
         for sequence in sequences:
@@ -402,9 +402,11 @@ class DraftWorkerMachine:
         self.standalone.unsendable(message, reason, now_s)
 
     def step(self, now_s: float) -> bool:
-        """One step of each part. True if either did anything."""
-        drafted = self.drafter.step(now_s)
-        return self.standalone.step(now_s) or drafted
+        """A step of its own sequences, which go first, or one of drafting. True if it did anything."""
+        if self.standalone.step(now_s):
+            self.drafter.expire(now_s)
+            return True
+        return self.drafter.step(now_s)
 
     def metrics(self) -> dict[str, float]:
         """The drafter's counters and gauges, with what both parts hold, and the sequences that the other part ended."""

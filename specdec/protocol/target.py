@@ -94,7 +94,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         Raises:
             DeviceLostError: The backend can no longer be used.
         """
-        self._expire(now_s)
+        self.expire(now_s)
         sequences = sorted(
             (sequence for sequence in self._sequences if self._may_go_on(sequence)), key=attrgetter("rank")
         )

@@ -188,7 +188,8 @@ class WorkerMachine(Generic[R]):
         have = 0 if sequence is None else len(sequence.log)
         self._outbox.put(router, Resync(self.name, seq, epoch, have, why))
 
-    def _expire(self, now_s: float) -> None:
+    def expire(self, now_s: float) -> None:
+        """Let go of what nobody has renewed. A step does that first."""
         for sequence in self._sequences.expire(now_s):
             self._drop(sequence)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+import specdec.demo
 from cluster.config.app import AppArgs
 from cluster.config.live import reconfigured
-from cluster.config.names import DRAFT, ROUTER, TARGET
+from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.launch.placement import Devices
 from cluster.models.identity import fingerprints
 from deployments import app
@@ -18,6 +22,7 @@ from deployments.ingress import model_info
 from deployments.operate import status
 from deployments.operate.readiness import ReplicaPoll
 
+DEMO = Path(specdec.demo.__path__[0])
 DRAWS = AppArgs.model_validate({"demo": "hybrid", "draft": {"pool": "drafts"}})
 
 
@@ -47,6 +52,12 @@ def test_an_application_that_draws_on_a_pool_deploys_no_drafter(deployed: dict[s
     args, target, *others = deployed[ROUTER]
     assert (args, target, others) == (DRAWS, TARGET, [])
     assert deployed[TARGET][2] == 1.0
+
+
+def test_beside_its_own_draft_an_application_deploys_no_pool(deployed: dict[str, tuple[Any, ...]]) -> None:
+    pair = {"target": str(DEMO / "target"), "draft": str(DEMO / "draft")}
+    app.build_app(AppArgs.model_validate({**pair, "drafters": [{"name": "tail", "pool": "drafts"}]}))
+    assert deployed[ROUTER][1:] == (TARGET, DRAFT)
 
 
 def test_a_pool_is_drafters_that_know_whom_they_serve(deployed: dict[str, tuple[Any, ...]]) -> None:
@@ -88,10 +99,26 @@ def test_the_draft_of_a_pool_is_no_model_that_requests_can_name() -> None:
 def test_the_metrics_page_has_the_drafters_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(status.serve, "get_deployment_handle", lambda *names: asked.append(names))
-    for pool in (None, "drafts"):
-        metrics = status.Metrics(status.StatusArgs(application="chat", draft_pool=pool))
-        for one in metrics._asked.values():
+    for pools in (None, "drafts", ["drafts", "tail"]):
+        metrics = status.Metrics(status.StatusArgs.model_validate({"application": "chat", "draft_pool": pools}))
+        for _, one in metrics._asked:
             assert isinstance(one, ReplicaPoll)
             one._handle()
-    assert [application for name, application in asked if name == DRAFT] == ["chat", "drafts"]
+    of_drafters = [application for name, application in asked if name == DRAFT]
+    assert of_drafters == ["chat", "chat", "drafts", "chat", "drafts", "tail"]
     assert {application for name, application in asked if name != DRAFT} == {"chat"}
+
+
+async def test_failures_of_a_pools_drafters_count_with_those_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaPoll, "get", lambda self: asyncio.sleep(0, []))
+    metrics = status.Metrics(status.StatusArgs(application="chat", draft_pool=("drafts",)))
+    for count, (_, one) in enumerate(metrics._asked):
+        one.num_failures = 10**count
+    page = (await metrics(SimpleNamespace(headers={}))).body.decode()  # type: ignore[arg-type]
+    found = dict(re.findall(r'specdec_scrape_failures_total{deployment="(\w+)"} (\S+)', page))
+    assert {name: float(count) for name, count in found.items()} == {
+        INGRESS: 1.0,
+        ROUTER: 10.0,
+        DRAFT: 10100.0,
+        TARGET: 1000.0,
+    }

@@ -7,6 +7,7 @@ import pytest
 from cluster.config.files import load_config
 from cluster.launch.placement import Devices, placement_of
 from cluster.launch.serve_config import serve_config
+from cluster.models.download import fetch_models
 from specdec.core.errors import InvalidParameterError
 
 PAIR = {"target.model": "t", "draft.model": "d"}
@@ -43,10 +44,18 @@ def test_a_list_of_names_and_models_is_enough():
         ({"drafters": "drafter=m"}, "not target, nor drafter"),
         ({"drafters": "CPU=m"}, "small letters"),
         ({"drafters": [{"model": "m"}]}, "each needs a name"),
-        ({"drafters": [{"name": "x"}]}, "x must have a model"),
-        ({"drafters": [{"name": "x", "pool": "p"}]}, "x must have a model"),
-        ({"drafters": [{"name": "x", "model": "m", "method": "ngram+model"}]}, "x must have a model"),
-        ({"drafters": [{"name": "x", "model": "m", "placement": "same_process"}]}, "x must have a model"),
+        ({"drafters": [{"name": "x"}]}, "x must have a model or a pool"),
+        (
+            {"drafters": [{"name": "x", "model": "m", "method": "ngram+model"}]},
+            "lookup and heads draft in the",
+        ),
+        ({"drafters": [{"name": "x", "method": "eagle3", "heads": "h"}]}, "joined in draft.method"),
+        ({"drafters": [{"name": "x", "model": "m", "tree_tokens": 4}]}, "x drafts by a model"),
+        ({"drafters": [{"name": "x", "model": "m", "placement": "same_process"}]}, "x drafts in a process of its own"),
+        ({"drafters": [{"name": "x", "pool": "p", "model": "m"}]}, "pool and model exclude each other"),
+        ({"drafters": [{"name": "x", "pool": "p", "replicas": 2, "actor": {}}]}, "pool and actor, replicas exclude"),
+        ({"drafters": [{"name": name, "pool": "p"} for name in "xy"]}, "one pool twice"),
+        ({"drafters": [{"name": "x", "pool": "p"}], "draft.model": None, "draft.pool": "p"}, "that of draft again"),
         ({"drafters": [{"name": "x", "model": "m", "devic": "cpu"}]}, "did you mean 'device'"),
         ({"drafters": ",".join(f"d{i}=m" for i in range(8))}, "at most 7"),
         ({"drafters": "c=m", "draft.placement": "same_process"}, "in a process of its own"),
@@ -59,6 +68,28 @@ def test_what_is_refused_is_named(more, says):
     given = {key: value for key, value in (PAIR | more).items() if value is not None}
     with pytest.raises(InvalidParameterError, match=says):
         load_config(None, given)
+
+
+def test_a_pools_drafters_are_another_applications():
+    args = configured(drafters=[{"name": "tail", "pool": "drafts"}, *GPU_AND_CPU]).app_args()
+    assert args.pools == {"tail": "drafts"}
+    assert args.drafter_names == ("drafter", "tail", "gpu", "cpu")
+    assert [drafter.name for drafter in args.deployed_drafters] == ["gpu", "cpu"]
+    assert placement_of(args, Devices(num_gpus=3, num_cpus=16)).drafters.keys() == {"gpu", "cpu"}
+    both = load_config(None, {"target.model": "t", "draft.pool": "others", "drafters": [{"name": "tail", "pool": "p"}]})
+    assert both.pools == {"drafter": "others", "tail": "p"}
+
+
+@pytest.mark.parametrize("refuse", [lambda config: fetch_models(config, print), serve_config])
+@pytest.mark.parametrize(
+    ("pool", "key"),
+    [({"drafters": [{"name": "tail", "pool": "p"}]}, "drafters.tail.pool"), ({"draft": {"pool": "p"}}, "draft.pool")],
+)
+def test_one_application_alone_has_no_pool(refuse, pool, key):
+    given = {"target.model": "t", "draft.model": "d"} if "drafters" in pool else {"target.model": "t"}
+    with pytest.raises(InvalidParameterError) as refused:
+        refuse(load_config(None, given | pool))
+    assert str(refused.value).startswith(f"{key}: ")
 
 
 def test_each_has_a_share_of_its_own():

@@ -29,6 +29,18 @@ class Noted(Inbox):
         self.events.append(("lost", peer))
 
 
+def hello(
+    deployment: str,
+    fingerprints: Fingerprints = Fingerprints(),  # noqa: B008
+    wire: int = WIRE_VERSION,
+    *,
+    application: str = "mine",
+    caller: str = "w",
+    callee: str = "r",
+) -> Hello:
+    return Hello(caller, callee, deployment, fingerprints, wire, application)
+
+
 @pytest.fixture
 async def router() -> AsyncIterator[RouterEndpoint]:
     router = RouterEndpoint()
@@ -36,16 +48,21 @@ async def router() -> AsyncIterator[RouterEndpoint]:
     router._step_timeout_s = 30.0
     router._clients = set()
     router._fingerprints = Fingerprints("d", "v")
+    router._application = "mine"
     router._groups = {
-        name: PeerGroup(name, Noted.joined, Noted.lost, match)
-        for name, match in (("Target", "decision"), ("Draft", "vocabulary"))
+        (application, name): PeerGroup(name, Noted.joined, Noted.lost, match)
+        for application, name, match in (
+            ("mine", "Target", "decision"),
+            ("mine", "Draft", "vocabulary"),
+            ("pool", "Draft", "vocabulary"),
+        )
     }
     yield router
     router.close_transport()
 
 
 async def test_a_call_for_another_is_refused(router: RouterEndpoint) -> None:
-    assert router._refusal(Hello("w", "x", "Target")) == "the call is for x"
+    assert router._refusal(hello("Target", callee="x")) == "the call is for x"
 
 
 @pytest.mark.parametrize(
@@ -63,30 +80,42 @@ async def test_a_call_for_another_is_refused(router: RouterEndpoint) -> None:
 async def test_targets_and_ingress_agree_on_decisions_drafters_on_the_vocabulary(
     router: RouterEndpoint, deployment: str, fingerprints: Fingerprints, is_taken: bool
 ) -> None:
-    assert (router._refusal(Hello("w", "r", deployment, fingerprints, WIRE_VERSION)) == "") == is_taken
-    assert "wire version" in router._refusal(Hello("w", "r", deployment, fingerprints, WIRE_VERSION + 1))
+    assert (router._refusal(hello(deployment, fingerprints)) == "") == is_taken
+    assert "wire version" in router._refusal(hello(deployment, fingerprints, WIRE_VERSION + 1))
     assert "wire version is 0" in router._refusal(Hello("w", "r", deployment, fingerprints))
 
 
+@pytest.mark.parametrize(
+    ("application", "deployment", "is_taken"),
+    [("pool", "Draft", True), ("another", "Draft", False), ("pool", "Target", False), ("another", "Ingress", False)],
+)
+async def test_of_other_applications_only_drafters_of_named_pools_are_taken(
+    router: RouterEndpoint, application: str, deployment: str, is_taken: bool
+) -> None:
+    """What is of the same models may be refused all the same: its replicas are another application's."""
+    why = router._refusal(hello(deployment, Fingerprints("d", "v"), application=application))
+    assert why == ("" if is_taken else f"{application} is an application of which this one wants no {deployment}")
+
+
 async def test_who_drains_or_has_failed_takes_nobody(router: RouterEndpoint) -> None:
-    hello = Hello("w", "r", "Target", wire=WIRE_VERSION)
-    assert router._refusal(hello) == ""
+    call = hello("Target")
+    assert router._refusal(call) == ""
     router._host._fail(ValueError("poisoned"))
-    assert router._refusal(hello) == "the replica has failed"
+    assert router._refusal(call) == "the replica has failed"
     await router.drain()
-    assert router._refusal(hello) == "the replica is draining"
+    assert router._refusal(call) == "the replica is draining"
     router.close_transport()
     router.close_transport()
-    assert router._refusal(hello) == "the replica is draining"
+    assert router._refusal(call) == "the replica is draining"
     await router.check_health()
 
 
 async def test_the_machine_is_told_of_workers_alone(router: RouterEndpoint) -> None:
     router._host.start()
     for deployment in ("Target", "Draft", "Ingress"):
-        hello = Hello(deployment.lower(), "r", deployment)
-        router._joined(hello)
-        router._lost(hello)
+        call = hello(deployment, caller=deployment.lower())
+        router._joined(call)
+        router._lost(call)
     await asyncio.sleep(0)
     machine = router._host._machine
     assert machine.events == [("joined", "target"), ("lost", "target"), ("joined", "draft"), ("lost", "draft")]

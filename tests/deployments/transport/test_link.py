@@ -45,7 +45,9 @@ class Ends:
             times,
         )
         self.transport = MemoryTransport({"r": self.answerer})
-        self.dialer = Dialer("w", "Target", mine or Fingerprints(), "decision", self.worker, self.transport, times)
+        self.dialer = Dialer(
+            "w", "Target", "mine", mine or Fingerprints(), "decision", self.worker, self.transport, times
+        )
         self.ups = 0
 
     def dial(self) -> asyncio.Task[None]:

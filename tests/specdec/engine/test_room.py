@@ -11,7 +11,7 @@ from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
-from specdec.engine.sequences import SequenceStates, rank_of
+from specdec.engine.sequences import BRANCH, DECIDED, DRAFTED, SequenceStates, rank_of
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
@@ -88,20 +88,30 @@ def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
 def test_without_work_the_first_in_order_keeps_its_room_and_another_yields(
     shared: tuple, held: tuple[int, float], wanted: tuple[int, float], keeps: bool
 ) -> None:
-    drafter, target, states = shared
-    assert drafter.propose([draft_job("held", 1, 24, held[1], priority=held[0])])[0].status is Status.DECIDED
+    _, target, states = shared
+    assert target.verify([verify_job("held", 1, 24, held[1], priority=held[0])])[0].status is Status.DECIDED
     status = target.verify([verify_job("wanted", 5, 20, wanted[1], priority=wanted[0])])[0].status
     assert status is (Status.WAITING if keeps else Status.DECIDED)
     assert [states.num_computed_tokens(key) for key in ("held", "wanted")] == ([24, 0] if keeps else [0, 20])
     assert states.num_evictions == (not keeps)
 
 
+@pytest.mark.parametrize("is_older", [True, False])
+def test_what_a_model_decides_itself_has_room_before_what_it_drafts(shared: tuple, is_older: bool) -> None:
+    drafter, target, states = shared
+    drafted_s, own_s = (0.0, 1.0) if is_older else (1.0, 0.0)
+    assert drafter.propose([draft_job("drafted", 1, 24, drafted_s)])[0].status is Status.DECIDED
+    assert target.verify([verify_job("own", 5, 20, own_s)])[0].status is Status.DECIDED
+    assert [states.num_computed_tokens(key) for key in ("drafted", "own")] == [0, 20]
+    assert drafter.propose([draft_job("drafted", 1, 24, drafted_s)])[0].status is Status.WAITING
+
+
 def test_whoever_waits_holds_nothing(shared: tuple) -> None:
     """A prompt whose prefix is cached must not keep that prefix from the others while it waits."""
-    drafter, target, states = shared
+    _, target, states = shared
     target.verify([verify_job("gone", 1, 17, 0.0)])
     target.release("gone")
-    drafter.propose([draft_job("old", 50, 16, 1.0)])
+    target.verify([verify_job("old", 50, 16, 1.0)])
     assert target.verify([verify_job("new", 1, 24, 2.0)])[0].status is Status.WAITING
     assert states.metrics()["kv_blocks_in_use"] == 4
 
@@ -153,8 +163,10 @@ def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
 
 
 def test_branches_come_after_all_sequences() -> None:
-    assert rank_of("s#1", spec(0.0), is_branch=True) > rank_of("other", spec(9.0))
-    assert rank_of("a", spec(1.0)) < rank_of("b", spec(1.0)) < rank_of("a", spec(2.0)) < rank_of("a", spec(0.0, 1))
+    assert rank_of("s#1", spec(0.0), BRANCH) > rank_of("other", spec(9.0), DRAFTED)
+    specs = (("a", spec(1.0)), ("b", spec(1.0)), ("a", spec(2.0)), ("a", spec(0.0, 1)))
+    ranks = [rank_of("z", spec(9.0, 1), DECIDED), *(rank_of(key, one, DRAFTED) for key, one in specs)]
+    assert ranks == sorted(ranks)
 
 
 def finished(
@@ -196,9 +208,9 @@ def test_nobody_is_evicted_in_vain() -> None:
 
 
 def test_whoever_waits_again_keeps_what_it_had(shared: tuple) -> None:
-    drafter, target, states = shared
-    assert drafter.propose([draft_job("new", 1, 12, 1.0)])[0].status is Status.DECIDED
-    assert drafter.propose([draft_job("old", 50, 20, 0.0)])[0].status is Status.DECIDED
+    _, target, states = shared
+    assert target.verify([verify_job("new", 1, 12, 1.0)])[0].status is Status.DECIDED
+    assert target.verify([verify_job("old", 50, 20, 0.0)])[0].status is Status.DECIDED
     assert target.verify([verify_job("new", 1, 16, 1.0)])[0].status is Status.WAITING
     assert states.num_computed_tokens("new") == 12
     assert states.num_evictions == 0

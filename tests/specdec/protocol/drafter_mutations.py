@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from msgspec.structs import replace
 
 from specdec.core.drafts import OFFERS_KEPT, Draft, remaining_draft
-from specdec.core.messages import Epoch, Offer
+from specdec.core.messages import Epoch, Offer, Open
 from specdec.protocol import target
+from specdec.protocol.draft_sequence import DraftSequence
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
@@ -131,3 +134,15 @@ def one_under_the_rejection_rule(patch: pytest.MonkeyPatch) -> None:
         self.drafters = {name: WorkerLink(name) for name in drafters}
 
     patch.setattr(Session, "__init__", begin_with_all)
+
+
+@mutation
+def named_by_each_router(patch: pytest.MonkeyPatch) -> None:
+    """A pool's drafters draft under the name that each router gives them. Off: under the first that they were given."""
+    begin = DrafterMachine._new_sequence
+    names: WeakKeyDictionary[DrafterMachine, str] = WeakKeyDictionary()
+
+    def begin_under_the_first(self: DrafterMachine, message: Open, now_s: float) -> DraftSequence:
+        return begin(self, replace(message, drafter=names.setdefault(self, message.drafter)), now_s)
+
+    patch.setattr(DrafterMachine, "_new_sequence", begin_under_the_first)

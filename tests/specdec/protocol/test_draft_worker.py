@@ -35,8 +35,8 @@ def opening(seq: str, model: str) -> Open:
     return Open(seq, Epoch(1, 0), "R", (7, 8), spec, plan, lease_s=5.0)
 
 
-def make() -> tuple[DraftWorkerMachine, Counting]:
-    backend, times = Counting(), Times()
+def make(max_unacked_tokens: int = 256) -> tuple[DraftWorkerMachine, Counting]:
+    backend, times = Counting(), Times(max_unacked_tokens=max_unacked_tokens)
     machine = DraftWorkerMachine(DrafterMachine("D", backend, times), TargetMachine("D", backend, times))
     machine.receive(opening("drafted", "target"), 0.0)
     machine.receive(opening("own", "draft"), 0.0)
@@ -55,6 +55,27 @@ def test_it_drafts_for_the_target_and_decides_for_itself() -> None:
     verdicts = [m for m in messages if isinstance(m, Verdict)]
     assert {m.seq for m in verdicts} == {"own"}
     assert (verdicts[-1].tokens, verdicts[-1].finish) == ((2, 3, 4), "length")
+
+
+def test_its_own_sequences_go_before_what_it_drafts() -> None:
+    machine, backend = make()
+    while not any(isinstance(m, Verdict) and m.finish for m in machine.take_outbox().get("R", [])):
+        assert not machine.drafter.counters.num_proposed_tokens
+        assert machine.step(0.0)
+    assert machine.step(0.0)
+    assert machine.drafter.counters.num_proposed_tokens == 1
+    machine.receive(opening("later", "draft"), 1.0)
+    for now_s in (4.0, 8.0):  # each in time for its own, and none for what it drafts
+        machine.receive(Live("R", (("later", Epoch(1, 0)),)), now_s)
+        machine.step(now_s)
+    assert machine.standalone.holds("later")
+    assert "drafted" in backend.released, "leases end while nothing is drafted"
+
+
+def test_it_drafts_while_its_own_sequences_await_an_acknowledgement() -> None:
+    machine, _ = make(max_unacked_tokens=1)
+    assert [machine.step(0.0) for _ in range(2)] == [True, True]
+    assert (machine.standalone.counters.num_committed_tokens, machine.drafter.counters.num_proposed_tokens) == (1, 1)
 
 
 def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> None:

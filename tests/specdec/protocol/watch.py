@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from specdec.core.drafts import OFFERS_KEPT
@@ -78,12 +78,12 @@ class Watch:
         self,
         scripts: dict[str, Script],
         times: Times,
-        drafters: Mapping[str, str],
+        kind: Callable[[str, str], str],
         *,
         coupled: bool,
         most_branches: int,
     ) -> None:
-        self._drafters = drafters
+        self._kind = kind
         self._scripts, self._times, self._coupled = scripts, times, coupled
         self._most_branches = most_branches
         self.clients: dict[str, Client] = {}
@@ -139,7 +139,7 @@ class Watch:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
         match message:
             case Offer(seq, epoch) if sender.startswith("D"):
-                self._offers.add((self._drafters[sender], seq, epoch, *_content(message)))
+                self._offers.add((self._kind(sender, peer), seq, epoch, *_content(message)))
             case Open(seq, epoch, spec=spec) if peer.startswith("T") or spec.model == "draft":
                 self._grant(seq, epoch, len(message.prompt) + len(message.output))
                 self.num_opens[seq] += not is_hostile

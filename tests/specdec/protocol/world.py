@@ -40,6 +40,8 @@ DRAFTERS = {"D0": DRAFTER, "D1": DRAFTER}
 """Which drafter a worker is of, where there is one."""
 MORE_DRAFTERS = ({"D2": "second"}, {"D2": "second", "D3": "third"})
 """Those of others, which two seeds of eight have."""
+SWAPPED = {DRAFTER: "second", "second": DRAFTER}
+"""Where these are pools, which serve routers of two applications: what one calls ``second`` is the other's first."""
 REQUESTS = ("s0", "s1", "s2")
 MOST_BRANCHES = 6
 QUIET_STEPS, OPENS, DRAFT_OPENS, DEATHS = 300, 24, 14, 16
@@ -106,6 +108,7 @@ class World:
         more = MORE_DRAFTERS[seed // 8 % 2] if seed % 8 > 5 else {}
         self.drafters = {**DRAFTERS, **more}
         self.names = tuple(dict.fromkeys(self.drafters.values()))
+        self.are_pools = bool(more) and seed // 32 % 2 == 1
         skills = self.skill, (0.0, 0.7, 0.95)[seed // 16 % 3], 0.9
         self.draft_models = {
             name: DraftModel(self.scripts, seed + i, skill=skills[i]) for i, name in enumerate(self.names)
@@ -114,7 +117,7 @@ class World:
         self.is_paired = seed % 16 in (4, 5)  # by either rule, beside drafters of their own
         self.draft_room = rng.choice((2, 6, 30))
         self.num_step_tokens = 3 if seed % 3 == 1 else 1
-        self.watch = Watch(self.scripts, TIMES, self.drafters, coupled=self.coupled, most_branches=MOST_BRANCHES)
+        self.watch = Watch(self.scripts, TIMES, self._kind, coupled=self.coupled, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
         self.num_deaths: Counter[str] = Counter()
@@ -191,6 +194,11 @@ class World:
 
     # Processes, and who hears of them.
 
+    def _kind(self, worker: str, router: str) -> str:
+        """What a router calls a worker."""
+        kind = self.drafters.get(worker, "target")
+        return SWAPPED.get(kind, kind) if self.are_pools and router == ROUTERS[1] else kind
+
     def _begin(self, name: str, life: int, model: str = OURS) -> None:
         node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES, fingerprints=_fingerprints(OURS)))
         match name[0]:
@@ -264,7 +272,7 @@ class World:
         if isinstance(machine, IngressMachine):
             (machine.router_joined if joined else machine.router_lost)(name, self.now)
         elif isinstance(machine, RouterMachine) and joined:
-            machine.worker_joined(name, self.drafters.get(name, "target"), self.now)
+            machine.worker_joined(name, self._kind(name, listener), self.now)
         elif isinstance(machine, RouterMachine):
             machine.worker_lost(name, self.now)
         (self._lost.discard if joined else self._lost.add)((listener, name))
