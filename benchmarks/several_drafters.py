@@ -24,6 +24,7 @@ from benchmarks.limits import ScriptedPair
 from benchmarks.scripted import ErringScript, Script, ScriptedDrafter, ScriptedTarget
 from deployments.transport.host import Host, LoopHost, WorkerHost
 from deployments.transport.wire import FrameReader, Messages, frames
+from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.messages import DRAFTER
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Tokens
@@ -82,28 +83,41 @@ class Rates(NamedTuple):
 
 
 @dataclass
-class Swarm:
-    """A target and its drafters under a router, and the ingress that asks it.
+class Workers:
+    """A target and its drafters under a router, and the ingress that asks it; what they are a subclass says.
 
     Args:
         planner: Of the router; a controller has its workers profile their steps.
-        drafters: By name, what each says and how long its step takes, in ms.
-        target_cost: As in ``100+0.5/token``, in ms.
+        names: Of the drafters.
     """
 
     planner: Planner | PlanController
-    drafters: dict[str, tuple[Script, str]]
-    target_cost: str
-    script: Script = SCRIPT
+    names: tuple[str, ...] = (DRAFTER,)
     hosts: dict[str, Host[Any]] = field(default_factory=dict)
     _links: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
     _ended: dict[str, asyncio.Future[float]] = field(default_factory=dict)
     _tokens: dict[str, list[int]] = field(default_factory=dict)
     _num_requests: int = 0
 
+    def make_target(self) -> TargetBackend:
+        """The target's backend."""
+        raise NotImplementedError
+
+    def make_drafter(self, name: str) -> DraftBackend:
+        """The backend of a drafter."""
+        raise NotImplementedError
+
+    def prompt(self, seed: int) -> Tokens:
+        """Of the text of a seed."""
+        raise NotImplementedError
+
+    def check(self, seed: int, tokens: Sequence[int]) -> None:
+        """Look at the text of a seed."""
+        raise NotImplementedError
+
     async def start(self) -> None:
         """Start all, and link them."""
-        self.router = RouterMachine("router", self.planner, TIMES, drafters=tuple(self.drafters))
+        self.router = RouterMachine("router", self.planner, TIMES, drafters=self.names)
         self.hosts["router"] = LoopHost(self.router)
         ingress = IngressMachine("ingress", TIMES)
         self.hosts["ingress"] = LoopHost(ingress, after=lambda machine: self._deliver(machine.take_deliveries()))
@@ -111,10 +125,9 @@ class Swarm:
             host.start()
         self._link("ingress")
         self.hosts["ingress"].tell(lambda machine, now_s: machine.router_joined("router", now_s))
-        target = EmulatedTarget(ScriptedTarget(self.script, MAX_LEN), EmulatedDevice(step_cost(self.target_cost)))
-        self.target = RunsTarget("target", *await self._observed(target, ObservedTarget, profile_target))
+        self.target = RunsTarget("target", *await self._observed(self.make_target(), ObservedTarget, profile_target))
         self._join("target", "target", self.target)
-        for name in self.drafters:
+        for name in self.names:
             await self.start_drafter(name)
 
     async def _observed(self, backend: Any, observed: Any, profile: Any) -> tuple[Any, Times, Any]:
@@ -126,10 +139,8 @@ class Swarm:
 
     async def start_drafter(self, kind: str, replica: str = "") -> None:
         """Start a drafter's replica."""
-        script, cost = self.drafters[kind]
-        backend = EmulatedDrafter(ScriptedDrafter(script, MAX_LEN), EmulatedDevice(step_cost(cost)))
         name = kind + replica
-        machine = DrafterMachine(name, *await self._observed(backend, ObservedDrafter, profile_drafter))
+        machine = DrafterMachine(name, *await self._observed(self.make_drafter(kind), ObservedDrafter, profile_drafter))
         self._join(name, kind, machine)
 
     async def keep_killing(self, kind: str) -> None:
@@ -178,27 +189,64 @@ class Swarm:
                 self._ended.pop(delta.seq).set_result(time.monotonic())
 
     async def decode(self, seeds: Sequence[int], num_tokens: int, most_drafted: int | None) -> Rates:
-        """Decode texts at once.
-
-        Raises:
-            AssertionError: A token is not the script's.
-        """
+        """Decode texts at once; raises what :meth:`check` does."""
         began_s, seqs = time.monotonic(), []
         ended: list[asyncio.Future[float]] = []
         for seed in seeds:
+            prompt = self.prompt(seed)
             self._num_requests += 1
             seq = f"s{self._num_requests}"
             seqs.append(seq)
             sampling = SamplingParams(ignore_eos=True)
-            spec = SequenceSpec(sampling, seed, 1, num_tokens, num_speculative_tokens=most_drafted)
+            spec = SequenceSpec(sampling, seed, len(prompt), num_tokens, num_speculative_tokens=most_drafted)
             self._tokens[seq] = []
             self._ended[seq] = asyncio.get_running_loop().create_future()
             ended.append(self._ended[seq])
-            self.hosts["ingress"].tell(lambda machine, now_s, seq=seq, spec=spec: machine.start(seq, (1,), spec, now_s))
+            self.hosts["ingress"].tell(
+                lambda machine, now_s, of=(seq, prompt, spec): machine.start(*of, now_s)  # type: ignore[misc]
+            )
         rates = [num_tokens / (ended_s - began_s) for ended_s in await asyncio.gather(*ended)]
         for seq, seed in zip(seqs, seeds, strict=True):
-            assert self._tokens.pop(seq) == [self.script.true_token(seed, 1 + i) for i in range(num_tokens)]
+            self.check(seed, self._tokens.pop(seq))
         return Rates(sum(rates), len(rates) * min(rates))
+
+
+class Swarm(Workers):
+    """Scripted tokens on emulated devices.
+
+    Args:
+        planner: Of the router.
+        drafters: By name, what each says and how long its step takes, in ms.
+        target_cost: As in ``100+0.5/token``, in ms.
+    """
+
+    def __init__(
+        self, planner: Planner | PlanController, drafters: dict[str, tuple[Script, str]], target_cost: str
+    ) -> None:
+        super().__init__(planner, tuple(drafters))
+        self.drafters = drafters
+        self.target_cost = target_cost
+
+    def make_target(self) -> TargetBackend:
+        """The target's backend."""
+        return EmulatedTarget(ScriptedTarget(SCRIPT, MAX_LEN), EmulatedDevice(step_cost(self.target_cost)))
+
+    def make_drafter(self, name: str) -> DraftBackend:
+        """The backend of a drafter."""
+        script, cost = self.drafters[name]
+        return EmulatedDrafter(ScriptedDrafter(script, MAX_LEN), EmulatedDevice(step_cost(cost)))
+
+    def prompt(self, seed: int) -> Tokens:
+        """One token."""
+        return (1,)
+
+    def check(self, seed: int, tokens: Sequence[int]) -> None:
+        """Compare a text with the script's.
+
+        Raises:
+            AssertionError: It is another.
+        """
+        assert tokens == [SCRIPT.true_token(seed, 1 + i) for i in range(len(tokens))]
 
 
 @dataclass(frozen=True)

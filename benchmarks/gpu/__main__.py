@@ -42,6 +42,7 @@ SECTIONS = {
     "strict": "exactness: strict: products that the library splits, bits over many kinds of steps, the cost over fast",
     "memory": "what recorded steps take beside the plan",
     "faults": "memory that runs out, a device that hangs, is shared, or is lost",
+    "host_drafter": "a 32B target whose draft runs on the host's cores: over plain, and over a draft on the GPU",
     "service": "a whole service with drafts over without, beside what step times allow; its target killed under load",
 }
 

@@ -15,6 +15,8 @@ from benchmarks.gpu.steps import SHAPES, random_model
 END, MAX_LENGTH = 1, 8192
 _SCALE = 0.5
 """Of the heads that set the follower: its logit is far above all others, and within what bf16 holds."""
+_NEXT = 0.8
+"""Of the right token's logit over that of the wrong one that is said."""
 
 
 def near_pair(
@@ -39,7 +41,7 @@ def near_pair(
 
 
 def chain_pair(
-    shapes: str, device: torch.device, dtype: torch.dtype, acceptance_rate: float
+    shapes: str, device: torch.device, dtype: torch.dtype, acceptance_rate: float, *, next_guess: bool = False
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """A target that says a set follower after each token, and a draft that is right after a share of them.
 
@@ -52,6 +54,7 @@ def chain_pair(
         device: Where they are made.
         dtype: Of their weights.
         acceptance_rate: Share of tokens after which the draft is right.
+        next_guess: Whether, where it is not, the right token is the next that it would say.
 
     Yields:
         ``target`` and ``draft``, each with its model.
@@ -67,7 +70,8 @@ def chain_pair(
     heads[follower] = tokens * _SCALE
     yield "target", _chain_model(of_target, dtype, tokens.repeat(1, repeats), heads.repeat(1, repeats) / repeats)
     is_wrong = torch.rand(vocab_size, generator=generator, device=device) >= acceptance_rate
-    yield "draft", _chain_model(of_draft, dtype, torch.where(is_wrong.unsqueeze(1), tokens.roll(1, 0), tokens), heads)
+    wrong = tokens.roll(1, 0) + _NEXT * tokens if next_guess else tokens.roll(1, 0)
+    yield "draft", _chain_model(of_draft, dtype, torch.where(is_wrong.unsqueeze(1), wrong, tokens), heads)
 
 
 def save_pair(folder: Path, pair: Iterator[tuple[str, PreTrainedModel]]) -> None:

@@ -45,6 +45,21 @@ SHAPES: dict[str, dict[str, dict[str, object]]] = {
             "tie_word_embeddings": True,
         },
     },
+    "32b-0.6b": {
+        role: {
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        }
+        for role, hidden_size, intermediate_size, num_layers, num_heads in (
+            ("target", 5120, 25600, 64, 64),
+            ("draft", 1024, 3072, 28, 16),
+        )
+    },
     "tiny": {
         role: {
             "hidden_size": 64,
@@ -57,7 +72,7 @@ SHAPES: dict[str, dict[str, dict[str, object]]] = {
         for role, layers in (("target", 4), ("draft", 1))
     },
 }
-"""Llama configurations by name and role; ``tiny`` tries this script out without a GPU."""
+"""Configurations by name and role, of Llama's and Qwen3's sizes; ``tiny`` tries this script out without a GPU."""
 
 BLOCK_SIZE = 16
 ACCEPTANCE_RATE = 0.8

@@ -21,6 +21,7 @@ from benchmarks.gpu import (
     faults,
     generation,
     heads,
+    host_drafter,
     layers,
     memory,
     pairs,
@@ -173,7 +174,12 @@ def test_padded_steps_are_compared_and_timed() -> None:
 
 @pytest.mark.parametrize(
     ("section", "figure"),
-    [(exact, "exact_bf16_t1_k8_flips"), (memory, "memory_draft_graphs_mib"), (heads, "eagle3_round_3x2_ms")],
+    [
+        (exact, "exact_bf16_t1_k8_flips"),
+        (memory, "memory_draft_graphs_mib"),
+        (heads, "eagle3_round_3x2_ms"),
+        (host_drafter, "host_drafter_over_gpu_in_turn"),
+    ],
 )
 def test_sections_of_whole_models_run_without_a_gpu(section: Any, figure: str) -> None:
     report = Report()
