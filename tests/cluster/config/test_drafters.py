@@ -75,7 +75,8 @@ def test_a_pools_drafters_are_another_applications():
     assert args.pools == {"tail": "drafts"}
     assert args.drafter_names == ("drafter", "tail", "gpu", "cpu")
     assert [drafter.name for drafter in args.deployed_drafters] == ["gpu", "cpu"]
-    assert placement_of(args, Devices(num_gpus=3, num_cpus=16)).drafters.keys() == {"gpu", "cpu"}
+    placement = placement_of(args, Devices(num_gpus=3, num_cpus=16))
+    assert (placement.drafters.keys(), placement.target.num_gpus) == ({"gpu", "cpu"}, 1), "it takes none of the GPUs"
     both = load_config(None, {"target.model": "t", "draft.pool": "others", "drafters": [{"name": "tail", "pool": "p"}]})
     assert both.pools == {"drafter": "others", "tail": "p"}
 
