@@ -270,6 +270,7 @@ def _job(
                 eos_token_ids=model.eos_token_ids,
                 arrival_s=context.wall_s,
                 priority=body.priority or 0,
+                keeps_numeric=body.exactness != "fast",
                 request_id=context.label,
                 trace=context.trace,
                 num_speculative_tokens=bound,

@@ -143,6 +143,7 @@ class SequenceSpec:
         adapter: What the target is used with; None: the model as it is.
         draft_adapter: The same of the draft; only how often it is right depends on it.
         drafters: Names of those that may draft for it; all that there are where none is named.
+        keeps_numeric: Whether it keeps to the numeric contract by which it has begun, where targets are strict.
     """
 
     sampling: SamplingParams
@@ -162,6 +163,7 @@ class SequenceSpec:
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
     drafters: tuple[str, ...] = ()
+    keeps_numeric: bool = True
 
     @property
     def order(self) -> tuple[int, float]:

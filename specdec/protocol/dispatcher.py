@@ -438,7 +438,7 @@ class Dispatcher:
 
     def _kept_numeric(self, session: Session, link: WorkerLink) -> str:
         """The numeric contract that a link's worker must have; empty where any will do."""
-        return _numeric(session, link) if self._keeps_numeric else ""
+        return _numeric(session, link) if self._keeps_numeric and session.spec.keeps_numeric else ""
 
 
 def _numeric(session: Session, link: WorkerLink) -> str:

@@ -156,7 +156,8 @@ class WorkerMachine(Generic[R]):
         """Why a sequence is not taken; empty if it is, or is here already."""
         if message.fingerprint and self.fingerprint and message.fingerprint != self.fingerprint:
             return "model"
-        if self.keeps_numeric and message.numeric not in ("", self.numeric):
+        keeps_numeric = self.keeps_numeric and message.spec.keeps_numeric
+        if keeps_numeric and message.numeric not in ("", self.numeric):
             return "numeric"
         is_here = self._sequences.current(message.seq, message.epoch) is not None
         return "draining" if self.is_draining and not is_here else ""

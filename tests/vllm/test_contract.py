@@ -98,6 +98,16 @@ def test_what_is_held_back_is_not_read_again(engine: VllmTarget, reference: Mode
         steps.shadow.release(key)
 
 
+def test_a_prompt_of_a_better_priority_is_read_first(engine: VllmTarget, reference: ModelTarget) -> None:
+    engine._scheduler.reset_prefix_cache()
+    steps = Steps(engine, reference)
+    steps.open("earlier", 4, priority=1)
+    steps.open("better", 7)
+    assert steps.step("better", "earlier") == {"better": 64, "earlier": 0}
+    for key in steps.logs:
+        steps.shadow.release(key)
+
+
 def test_what_is_opened_again_comes_from_the_cache(engine: VllmTarget, reference: ModelTarget) -> None:
     """All full blocks of 32; of another log, what both begin with."""
     engine._scheduler.reset_prefix_cache()

@@ -43,7 +43,7 @@ class SamplingBody(Body):
         disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
         drafters: Names of those that may draft for it; none is plain decoding, absent is all.
         acceptance: Rule by which draft tokens are kept.
-        exactness: ``strict`` refuses a service that is not.
+        exactness: ``strict`` refuses a service that is not; ``fast`` goes on by any numeric contract.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         priority: Requests of a lower one go first; 0 by default.
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).

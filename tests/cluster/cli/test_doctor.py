@@ -1,5 +1,6 @@
 """``specdec doctor`` plans the memory of a GPU as the service does."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_what_a_draft_gains_follows_from_its_step_and_one_that_is_no_shorter_is_
     where = "where 0.6 / 0.7 / 0.8 of its tokens are accepted"
     assert steps_line(0.2) == f"the draft's step takes 0.20 of the target's; {where}: {gains}"
     assert "too slow to help: take a smaller draft" in steps_line(1.0)
+
+
+def test_a_target_that_cannot_be_strict_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "no_strict_reason", lambda _: "it expands what it caches")
+    assert main(["doctor", "--exactness", "strict", "--draft-method", "ngram"]) == 2
+    (problem,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("problem"))
+    assert re.fullmatch(r"problem +exactness: strict is not possible with .*: it expands what it caches", problem)
 
 
 def test_a_model_that_the_hub_does_not_give_is_not_loaded(

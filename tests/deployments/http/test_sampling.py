@@ -32,6 +32,7 @@ async def test_defaults_are_the_models_else_openais(bench: Bench, http: httpx2.A
     assert spec.sampling == SamplingParams(top_p=0.9, repetition_penalty=1.1)
     assert (spec.output_start, spec.max_tokens, spec.eos_token_ids) == (2, 16, (0,))
     assert spec.num_speculative_tokens is None
+    assert spec.keeps_numeric
 
 
 async def test_a_chats_limit_is_the_models_and_shrinks_to_what_is_left(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -71,6 +72,7 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
         acceptance="coupled",
         num_speculative_tokens=0,
         priority=-3,
+        exactness="fast",
     )
     assert spec.sampling == SamplingParams(
         repetition_penalty=1.5,
@@ -87,6 +89,7 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
         logprobs=4,
     )
     assert (spec.max_tokens, spec.num_speculative_tokens, spec.priority) == (9, 0, -3)
+    assert not spec.keeps_numeric
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ SPEC = SequenceSpec(
     model="draft",
     wants_times=True,
     drafters=("cpu",),
+    keeps_numeric=False,
 )
 PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))

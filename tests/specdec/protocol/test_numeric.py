@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -89,6 +91,16 @@ def test_where_none_of_its_contract_is_left_it_ends():
     machine.step(1.0)
     (end,) = (message for message in machine.take_outbox()["I"] if isinstance(message, End))
     assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
+
+
+def test_a_fast_request_goes_on_by_any_contract():
+    machine = TargetMachine("W", Oracle(), TIMES, numeric="a", keeps_numeric=True)
+    machine.receive(replace(open_message(keeps_numeric=False), numeric="b"), 0.0)
+    assert refusals(machine) == []
+    router = begun(keeps_numeric=True, spec=dataclasses.replace(SPEC, keeps_numeric=False))
+    router.receive(Alive("T0", {"is_draining": 1.0}), 0.0)
+    router.step(0.0)
+    assert any(isinstance(message, Open) for message in router.take_outbox()["T1"]), "it waits for no equal contract"
 
 
 def draining(**options):

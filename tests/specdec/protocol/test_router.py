@@ -47,14 +47,14 @@ def join(machine, name, now_s=0.0):
     machine.worker_joined(name, "target" if name.startswith("T") else "drafter", now_s)
 
 
-def submit(machine, seq="s", attempt=1, output=(), now_s=0.0):
-    machine.receive(Submit(seq, attempt, "I", SharedTokens(PROMPT), SPEC, output=tuple(output)), now_s)
+def submit(machine, seq="s", attempt=1, output=(), now_s=0.0, spec=SPEC):
+    machine.receive(Submit(seq, attempt, "I", SharedTokens(PROMPT), spec, output=tuple(output)), now_s)
 
 
-def submitted(*workers, plan=PLAN, **options):
+def submitted(*workers, plan=PLAN, spec=SPEC, **options):
     """A router with one session, whose openings are sent."""
     machine = router(*workers, plan=plan, **options)
-    submit(machine)
+    submit(machine, spec=spec)
     machine.take_outbox()
     return machine
 

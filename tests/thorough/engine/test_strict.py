@@ -24,7 +24,7 @@ from specdec.receipts.format import LOGPROB_STRIDE, Receipt
 from specdec.receipts.replay import EngineRerun, first_differences
 from tests.specdec.adapters import write_adapter
 from tests.specdec.engine.features import PROMPTS, demo
-from tests.specdec.engine.pairs import Case, Output, collect
+from tests.specdec.engine.pairs import Case, Output, collect, deliver, start
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.receipts import answers
 from tests.thorough.engine.test_adapters import AtOnce
@@ -66,9 +66,16 @@ def test_nothing_depends_on_drafts_or_on_others(
     plain = InProcessService(target, None, 0)
     alone = [said(collect(plain, [replace(case, num_speculative_tokens=0)])[0]) for case in cases]
     drafter, _, _ = build_drafter(demo("draft"), options, source)
-    service = InProcessService(target, drafter, 4)
-    outputs = collect(service, cases)
-    assert [said(output) for output in outputs] == alone
+    scarce, _ = build_target(source, replace(options, max_model_len=96, kv_cache_memory=2 << 20))
+    service = InProcessService(scarce, drafter, 4)
+    outputs = {name: Output() for name in start(service, cases[:4])}
+    for _ in range(3):
+        deliver(service, outputs)
+    outputs |= {name: Output() for name in start(service, [replace(case, priority=-1) for case in cases[4:]])}
+    while any(output.finish is None for output in outputs.values()):
+        deliver(service, outputs)
+    assert [said(output) for output in outputs.values()] == alone
+    assert scarce.metrics()["num_evictions"] > 0, "sequences are preempted, and read again"
     assert service.target.counters.by_source["model"].num_accepted_tokens > 20
 
 
@@ -90,6 +97,18 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def test_log_probabilities_are_those_of_a_plain_forward() -> None:
+    """Of tokens drafted among others, and of the same text read as a prompt: the same bits."""
+    engine = answers.make_engine(answers.source("bfloat16"), options=STRICT)
+    prompts = [engine._tokenizer.encode(prompt) for prompt in answers.PROMPTS]
+    results = engine.generate_batch(prompts, SamplingParams(logprobs=5, top_p=0.9), seed=2, max_tokens=24)
+    assert engine.stats.num_accepted_tokens > 20
+    for prompt, result in zip(prompts, results, strict=True):
+        whole = engine.generate([*prompt, *result.token_ids], SamplingParams(prompt_logprobs=5), max_tokens=1)
+        assert whole.prompt_logprobs is not None
+        assert whole.prompt_logprobs[len(prompt) :] == result.logprobs
 
 
 def test_a_receipt_is_replayed_by_any_engine_of_its_contract() -> None:
