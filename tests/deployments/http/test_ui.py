@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from itertools import pairwise
 from typing import Any
@@ -78,7 +79,10 @@ async def test_where_the_page_is_off_it_is_not_there(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("prompt", [{}, {"messages": [{"role": "user", "content": "x"}]}])
-async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[str, Any]) -> None:
+async def test_each_chunk_tells_how_its_tokens_came(
+    bench: Bench, caplog: pytest.LogCaptureFixture, prompt: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
     ids = tuple(bench.tokenizer.encode("a = 1\nb = 2\n"))
     notes = Notes(
         provenance("ac" + "p" * (len(ids) - 2)),
@@ -114,6 +118,8 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
         },
     ]
     assert bench.service.opened[0].spec.wants_times
+    (logged,) = [record.request for record in caplog.records if hasattr(record, "request")]
+    assert logged["accepted_by_drafter"] == "cpu:1"
 
 
 async def test_a_stream_that_does_not_ask_tells_nothing_of_it(bench: Bench) -> None:
