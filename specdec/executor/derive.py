@@ -188,7 +188,7 @@ class DerivedStep:
         cache_slots: Of each group [T], where their keys and values go; in the null block for padding.
         token_end: [R], the end of each row's tokens.
         attention: Of each group of layers.
-        states: Of recurrent layers, in a step with padding where the shape has states.
+        states: Of recurrent layers, where the shape has states.
         token_adapter: [T], the slot of each token's adapter, or -1; in a step with padding, where the shape has any.
     """
 
@@ -301,8 +301,9 @@ class Deriver:
         states = token_adapter = None
         if is_padded and self.shape.has_adapters:
             token_adapter = given["adapter"].index_select(0, row)
-        if is_padded and self.shape.has_states:
+        if self.shape.has_states:
             states = self._states(given, start, token_start, row, token, place)
+            states = states if is_padded else states.read_ahead()
         return DerivedStep(
             tokens=tokens,
             position=position,

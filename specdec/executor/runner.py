@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
-from specdec.cache.recurrent.binding import bind
+from specdec.cache.recurrent.binding import bind, has_fast_scans
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.core.errors import reason_of
@@ -45,7 +45,7 @@ from specdec.kernels.experts import use_tiled_experts
 from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
 from specdec.kernels.recurrent import recurrent_kernels
-from specdec.kernels.recurrent_metadata import StateRow, StateStep
+from specdec.kernels.recurrent_metadata import StateRow, StateStep, reads_ahead
 from specdec.kernels.scan import TokenByToken
 from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
@@ -161,6 +161,7 @@ class ModelRunner(SequenceCache, FiniteRows):
                 pool = StatePool(loaded.recurrent_layers, num_state_slots + 1, window, make_scan=TokenByToken)
                 self._padding_state = pool.take()
             self.states = pool
+        self._may_read_ahead = pool is not None and has_fast_scans(loaded.model)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, self.pool, pool, self._kernel)
         self._cache_argument = cache_argument(loaded.model)
@@ -321,8 +322,11 @@ class ModelRunner(SequenceCache, FiniteRows):
         if has_adapters or self.states is not None:
             parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
         states = [] if self.tile_tokens is not None else self._state_moves(rows, parts)
-        if states:
-            own = replace(own, states=state_array([after for _, after in states]))
+        moved = [after for _, after in states]
+        if self._may_read_ahead and size is None and self.limits is not None:
+            moved = list(map(reads_ahead, moved))
+        if moved:
+            own = replace(own, states=state_array(moved))
         if graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
                 self.extra = self._steps.upload(sequences, own, drawn, extra)
@@ -338,8 +342,10 @@ class ModelRunner(SequenceCache, FiniteRows):
             logits = self._run_tiles(rows, own, drawn, extra)
         else:
             step, self.extra = self._steps.begin(sequences, own, drawn, extra)
-            if isinstance(self.states, StatePool):
-                self.states.begin(StateStep([after for _, after in states], num_tokens, self.states.window))
+            if isinstance(self.states, StatePool) and step.states is not None:
+                self.states.begin(step.states, [row for row in moved if row.num_ahead])
+            elif isinstance(self.states, StatePool):
+                self.states.begin(StateStep(moved, num_tokens, self.states.window))
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
             with self._functions, self._used_adapters(rows, parts, num_tokens), compiled:
                 every = num_logits == num_tokens

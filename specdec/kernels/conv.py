@@ -107,7 +107,8 @@ class ConvWindows:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Make slots those of empty sequences."""
-        self.ring[slots] = 0
+        for slot in slots:
+            self.ring[slot].zero_()  # a list as an index would be uploaded
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""

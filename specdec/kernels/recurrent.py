@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from specdec.kernels.scan import Scan
@@ -46,6 +47,11 @@ class StateTensors:
     token_index: Tensor
     token_position: Tensor
     token_left: Tensor
+
+    def read_ahead(self) -> StateTensors:
+        """As rows are behind tokens that were read before: of those whose window begins behind where they do."""
+        ahead = torch.minimum((self.oldest - self.length).clamp(min=0), self.count)
+        return replace(self, start=self.start + ahead, count=self.count - ahead, length=self.length + ahead)
 
 
 @dataclass(frozen=True, slots=True)

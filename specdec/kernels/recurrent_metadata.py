@@ -6,7 +6,7 @@ Built once per step; index tensors are made once per device and kind and used by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -44,9 +44,24 @@ class StateRow:
         return self.newest != self.num_computed_tokens
 
     @property
+    def num_ahead(self) -> int:
+        """First new tokens that are read before what is kept for the window begins; see :func:`reads_ahead`."""
+        return max(0, self.oldest - self.num_computed_tokens)
+
+    @property
     def length(self) -> int:
         """Tokens its state has seen after the step."""
         return self.num_computed_tokens + self.num_new_tokens
+
+
+_LEAST_AHEAD = 64
+"""Fewer tokens gain nothing from a scan that is meant for many."""
+
+
+def reads_ahead(row: StateRow) -> StateRow:
+    """A row with many new tokens, as it is behind those that come before its window; others as they are."""
+    is_long = row.oldest_after - row.num_computed_tokens >= _LEAST_AHEAD and not row.is_cut_back
+    return replace(row, oldest=row.oldest_after, newest=row.oldest_after) if is_long else row
 
 
 class ScanGroup:

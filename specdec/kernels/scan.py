@@ -67,6 +67,12 @@ class Scan(ABC):
         """
 
 
+def is_fast(stock: Stock) -> bool:
+    """Whether a scan function is a kernel of a package, as flash-linear-attention's or mamba_ssm's, not torch's."""
+    variables = inspect.getclosurevars(stock).nonlocals if inspect.isfunction(stock) else {}
+    return bool(variables.get("is_new_implementation"))
+
+
 class TokenByToken(Scan):
     """A scan of one token of one sequence at a time, so that all its products have one shape.
 

@@ -21,7 +21,7 @@ from specdec.cache.recurrent.rescan import TensorShape
 from specdec.core.errors import ModelLoadError
 from specdec.kernels.conv import Convolution, ConvShape
 from specdec.kernels.progress import StepProgress
-from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
+from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan, is_fast
 
 
 def names_used(module: nn.Module) -> frozenset[str]:
@@ -179,6 +179,13 @@ def recurrent_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
         if names_used(module) & {CONVOLUTION, *SCANS} and isinstance(getattr(module, "layer_idx", None), int):
             yield module
+
+
+def has_fast_scans(model: PreTrainedModel) -> bool:
+    """Whether a package is installed whose kernel goes on from a state over many tokens; Mamba-1's begins anew."""
+    names = {name for name, kind in SCANS.items() if kind is not Mamba1}
+    spaces = map(_namespace, recurrent_modules(model))
+    return any(is_fast(space[name]) for space in spaces for name in names & space.keys())
 
 
 def _functions(module: nn.Module, mixer: Mixer, progress: StepProgress) -> Mapping[str, Callable[..., Any]]:

@@ -18,7 +18,7 @@ from specdec.cache.recurrent.slots import SequenceState, StateSlots, Window
 from specdec.core.errors import InvalidParameterError
 from specdec.kernels.conv import Convolution, ConvWindows
 from specdec.kernels.recurrent import KeptStates, RecurrentKernels, StateTensors
-from specdec.kernels.recurrent_metadata import StateStep
+from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.kernels.scan import Scan
 
 MIN_DISTANCE_TOKENS = 256
@@ -146,6 +146,7 @@ class StatePool:
         self.prefixes = PrefixStates(num_slots // 2)
         self._uncleared: set[int] = set()
         self._step: StateStep | StateTensors | None = None
+        self._ahead: Sequence[StateRow] = ()
         self._next_scan: dict[int, int] = {}
         num_kept = window.num_kept_tokens
         self._convolutions = {
@@ -233,9 +234,14 @@ class StatePool:
                 states.clear(slots)
             self._uncleared.clear()
 
-    def begin(self, step: StateStep | StateTensors) -> None:
-        """The step whose convolutions and scans come next."""
-        self._step = step
+    def begin(self, step: StateStep | StateTensors, ahead: Sequence[StateRow] = ()) -> None:
+        """The step whose convolutions and scans come next.
+
+        Args:
+            step: Its rows.
+            ahead: Rows of tensors that begin behind tokens of theirs, which the stock scan reads before.
+        """
+        self._step, self._ahead = step, ahead
         self._next_scan = dict.fromkeys(self._scans, 0)
 
     def extended(self, inputs: torch.Tensor, index: int, state_idx: int, kernel_size: int | None) -> torch.Tensor:
@@ -262,7 +268,11 @@ class StatePool:
         self._next_scan[index] += 1
         if isinstance(self._step, StateTensors):
             assert self.kernels is not None
-            return scan.result(self.kernels.scan(scan, states.kept, self._step))
+            read = [(row, _read_ahead(scan, states.kept, row)) for row in self._ahead]
+            outputs = self.kernels.scan(scan, states.kept, self._step)
+            for row, of_row in read:
+                outputs[:, row.start : row.start + row.num_ahead] = of_row
+            return scan.result(outputs)
         return scan.result(states.run(self._make_scan(scan), self._step))
 
     def _take_slot(self) -> SequenceState | None:
@@ -287,6 +297,15 @@ class StatePool:
 
     def _states(self) -> list[ConvWindows | ScanStates]:
         return [*self._convolutions.values(), *(states for scans in self._scans.values() for states in scans)]
+
+
+def _read_ahead(scan: Scan, kept: KeptStates, row: StateRow) -> torch.Tensor:
+    """Scan a row's first tokens by what is meant for many: [1, T, ...]. Indices are numbers: nothing is uploaded."""
+    part, slot = slice(row.start, row.start + row.num_ahead), slice(row.slot, row.slot + 1)
+    inputs, reads = (tuple(value[:, part] for value in values) for values in (scan.inputs, scan.reads))
+    outputs, state = scan.whole(inputs, reads, kept.last[slot])
+    kept.last[slot].copy_(state)  # the kernel, which begins here, keeps it as the window's first
+    return outputs
 
 
 def checked_window(num_tokens: int) -> Window:

@@ -77,7 +77,8 @@ class Rescan:
     def clear(self, slots: Sequence[int]) -> None:
         """Make slots those of empty sequences, inputs too: what is neutral is multiplied, and must be finite."""
         for pool in (self._first, self._last, *self._inputs):
-            pool[slots] = 0
+            for slot in slots:
+                pool[slot].zero_()  # a list as an index would be uploaded
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""

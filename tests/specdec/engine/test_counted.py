@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from examples.train_draft.heads import export_heads
+from specdec.cache.recurrent import binding
 from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
@@ -322,6 +323,25 @@ def test_a_whole_step_of_a_hybrid_is_one_upload_and_one_download(family: str) ->
             assert (seen.num_uploads, len(downloads)) == (1, 1)
             layers = target.runner.loaded.recurrent_layers
             assert kernels.num_launched == sum((x.convolution is not None) + len(x.scans) for x in layers)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@torch.no_grad()
+def test_a_prompt_of_a_hybrid_is_one_upload(family: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger than what is recorded; also where a package's kernel scans it, which transformers' own stands for."""
+    monkeypatch.setattr(binding, "is_fast", lambda _: is_fast)
+    runner = ModelRunner(recurrent_on_meta(family), num_blocks=100, kernel="nothing:Nothing", num_state_slots=4)
+    runner.record_graphs(ExecutorLimits(4, 256, 256, 3))
+    kernels: Any = sys.modules["nothing_recurrent"]
+    num_kernels = sum((x.convolution is not None) + len(x.scans) for x in runner.loaded.recurrent_layers)
+    for _ in range(2):
+        kernels.num_launched = 0
+        sequences = [runner.new_sequence() for _ in range(2)]
+        assert all(runner.reserve(sequence, 100) for sequence in sequences)
+        with DeviceOnly(runner._steps.staging.words, allows_indices=True) as seen:
+            runner._launch([RowInput(sequence, [5] * 100, 1) for sequence in sequences])
+        assert (seen.num_uploads, kernels.num_launched) == (1, num_kernels)
 
 
 @torch.no_grad()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from specdec.cache.recurrent.rescan import Rescan
 from specdec.cache.recurrent.slots import SequenceState, Window
@@ -18,7 +23,7 @@ from specdec.executor.rows import state_row
 from specdec.kernels.conv import Convolution, ConvShape, ConvWindows
 from specdec.kernels.recurrent import RecurrentKernels, StateTensors, recurrent_kernels
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
-from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
+from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan, is_fast
 from tests.specdec.kernels.interpreter import interpreted
 
 WINDOW = Window(5)
@@ -33,7 +38,6 @@ def randn(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def delta_rule(num_tokens: int, dtype: torch.dtype, by_channel: bool = False) -> Scan:
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     heads = 4 if by_channel else 2
     query, key = (randn(1, num_tokens, heads, 10, dtype=dtype) for _ in range(2))
@@ -240,3 +244,16 @@ def test_convolutions_give_what_torch_gives(activation: str | None, has_bias: bo
         torch.testing.assert_close(
             given[:, :, : step.num_tokens], outputs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
         )
+
+
+def test_a_packages_kernel_is_told_from_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = types.ModuleType("packaged")
+    package.scan = lambda query: query
+    monkeypatch.setitem(sys.modules, "packaged", package)
+
+    def own(query: Tensor) -> Tensor:
+        return query
+
+    decorated = [use_kernel_func_from_hub_with_fallback("scan", name)(own) for name in ("packaged", "not_there")]
+    assert list(map(is_fast, (*decorated, own, torch_chunk_gated_delta_rule))) == [True, False, False, False]
+    assert "is_new_implementation" in inspect.getclosurevars(torch_chunk_gated_delta_rule).nonlocals
