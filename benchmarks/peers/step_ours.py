@@ -20,7 +20,7 @@ def main(quantization: Quantization, num_tokens: int) -> None:
     """Load, read a prompt, and take steps after it."""
     given = Given.read()
     torch.set_num_threads(given.threads)
-    dtype = "bfloat16" if quantization == "int4" else "float32"  # torchao's int4 takes no other
+    dtype = "float32" if quantization == "none" else "bfloat16"  # in which few bits are fast
     loaded = load_model(ModelSource(given.model, dtype=dtype, device="cpu", quantization=quantization))
     runner = ModelRunner(loaded, num_blocks=2 + given.context // 16)
     sequence = runner.new_sequence()

@@ -38,7 +38,7 @@ from specdec.kernels.attention import ATTENTION_NAME, register_attention
 from specdec.models.hidden import HiddenStates
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.models.probe import AttentionLayer, find_layers
-from specdec.models.quantization import is_quantized, quantizing, stored_bytes
+from specdec.models.quantization import is_quantized, pack_int8, quantizing, stored_bytes
 
 EVERY_S = 2.0
 BAR = "Loading weights"
@@ -253,6 +253,7 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     loaded = prepare_model(model, source.path)
     if source.quantization != "none" and not any(map(is_quantized, loaded.model.modules())):
         raise ModelLoadError(f"no layer of {source.path} can be quantized by {source.quantization}")
+    pack_int8(loaded.model)
     if source.adapters is not None:
         loaded = replace(loaded, adapters=_adapter_slots(loaded, source.adapters))
     report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, TorchAoConfig
 
 from specdec.checkpoint.fingerprint import torchao_version
@@ -18,6 +18,10 @@ GROUP_SIZE = 32
 """Neighbouring weights of a row that share a scale and a zero in int4."""
 _ROWS = 16
 """The int4 kernels take multiples of so many rows."""
+_MOST_PACKED, _PACKED_WIDTH = 8, 32
+"""Most tokens for which torch's own int8 product on CPUs is the faster one, and what an input's width is a multiple of.
+
+Below 16 it reads beyond its operands. In float32 it is slow for any number."""
 
 
 def quantizing(
@@ -57,6 +61,35 @@ def quantizing(
     torchao_version()
     kept = None if quantization != "int4" else _not_for_int4(config, auto_class)
     return {"quantization_config": TorchAoConfig(_weight_config(quantization, device), modules_to_not_convert=kept)}
+
+
+class PackedInt8Linear(nn.Linear):
+    """On CPUs: a few tokens multiply with an int8 weight as it lies in memory; torchao would widen all of it first."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Linear``: bfloat16 [.., input width] -> [.., output width]."""
+        if input.numel() > _MOST_PACKED * self.in_features or torch.compiler.is_compiling():
+            return super().forward(input)
+        weight: Any = self.weight
+        rows = input.reshape(-1, self.in_features)
+        # The kernel scales in bfloat16, and scales are float32.
+        product: Tensor = torch._weight_int8pack_mm(rows, weight.qdata, rows.new_ones(self.out_features))
+        product = (product * weight.scale.T).to(input.dtype).view(*input.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias
+
+
+def pack_int8(model: nn.Module) -> None:
+    """Let the linear layers that torchao has quantized to int8 multiply few tokens fast, where they are on a CPU."""
+    for module in model.modules():
+        if (
+            type(module) is nn.Linear
+            and is_quantized(module)
+            and module.weight.device.type == "cpu"
+            and module.weight.dtype == torch.bfloat16
+            and getattr(module.weight, "qdata", module.weight).dtype == torch.int8
+            and module.in_features % _PACKED_WIDTH == 0
+        ):
+            module.__class__ = PackedInt8Linear
 
 
 def own_quantization(config: PretrainedConfig) -> str | None:

@@ -20,7 +20,14 @@ from specdec.core.types import Quantization
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, ModelSource, load_model
 from specdec.models.parity_check import check_admission
-from specdec.models.quantization import QUANTIZATIONS, is_quantized, own_quantization, stored_bytes
+from specdec.models.quantization import (
+    QUANTIZATIONS,
+    PackedInt8Linear,
+    is_quantized,
+    own_quantization,
+    pack_int8,
+    stored_bytes,
+)
 from specdec.models.quantization_report import compare
 from tests.sizes import some
 from tests.specdec.models.families import randomize
@@ -73,6 +80,32 @@ def test_memory_is_what_the_parts_of_a_tensor_take(quantization, dtype):
     assert expected * 0.85 < loaded.weights_bytes <= expected
     layer = nn.Linear(64, 32, bias=False, dtype=dtype)
     assert stored_bytes(nn.ModuleList([layer, layer])) == layer.weight.nbytes, "shared"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9])
+def test_few_tokens_multiply_with_int8_weights_as_they_lie_in_memory(num_tokens, monkeypatch):
+    layer = load(demo_folder("target"), "int8", torch.bfloat16).model.get_decoder().layers[0].mlp.down_proj
+    assert isinstance(layer, PackedInt8Linear)
+    calls, packed = [], torch._weight_int8pack_mm
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", lambda *given: calls.append(1) or packed(*given))
+    layer.bias = nn.Parameter(torch.ones(layer.out_features, dtype=torch.bfloat16), requires_grad=False)
+    inputs = torch.randn(1, num_tokens, layer.in_features, dtype=torch.bfloat16)
+    found = layer(inputs)
+    weight = (layer.weight.qdata * layer.weight.scale).double()
+    expected = inputs.double() @ weight.T + layer.bias.double()
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < 0.006 * expected.abs().max()
+    assert len(calls) == (num_tokens <= 8)
+
+
+def test_int8_layers_multiply_by_torchao_in_float32_and_where_inputs_are_narrow():
+    assert not any(
+        isinstance(m, PackedInt8Linear) for m in load(demo_folder("target"), "int8", torch.float32).model.modules()
+    )
+    narrow = nn.Linear(40, 32, bias=False, dtype=torch.bfloat16)
+    torchao.quantize_(narrow, torchao.Int8WeightOnlyConfig())
+    pack_int8(nn.ModuleList([narrow]))
+    assert type(narrow) is nn.Linear
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
