@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.drains import under_sigterm
 from tests.integration.kills import Comparison, Streams, under_kill
 from tests.integration.running import RunningService
 
@@ -53,3 +54,11 @@ def test_a_killed_pair_changes_no_stream(service: RunningService) -> None:
     compared = Comparison.of(under_kill(service, streams, "target").streams, undisturbed)
     assert not compared.broken
     assert compared.is_exact
+
+
+def test_a_pair_that_drains_finishes_its_streams(service: RunningService) -> None:
+    """The last of this file: the service ends."""
+    drained = under_sigterm(service, Streams(service.url, service.model, count=4, max_tokens=300))
+    assert not drained.compared.broken
+    assert drained.compared.is_exact
+    assert drained.exit_code == 0
