@@ -1,4 +1,4 @@
-"""Random schedules over the real machines, without a broken promise: a hundred, and 20,000 in full."""
+"""Random schedules over the real machines, without a broken promise: 125, and 20,000 in full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sizes import sized
 from tests.specdec.protocol.scripted import ScriptedTarget
 from tests.specdec.protocol.world import NOTHING, World, run_schedule
 
-PART = sized(100, 250)
+PART = sized(125, 250)
 NUM_SCHEDULES = sized(PART, 20_000)
 
 
