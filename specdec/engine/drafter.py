@@ -411,7 +411,8 @@ class ModelDrafter(ModelBackend):
                     continue
                 able.append((i, job))
                 num_ahead = self._num_ahead(job)
-                requests.append(Request(job.key, len(job.tokens), num_ahead, num_computed_tokens=num_held))
+                length, priority = len(job.tokens), job.spec.priority
+                requests.append(Request(job.key, length, num_ahead, num_computed_tokens=num_held, priority=priority))
         chosen = self._scheduler.schedule(requests, self._states)
         placed = [(*able[row.request], self._row(able[row.request][1], row)) for row in chosen]
         self._step = {job.key: len(row.tokens) for _, job, row in placed}

@@ -29,6 +29,7 @@ class Request(NamedTuple):
         num_draft_tokens: Draft tokens that should be computed after them in the same step.
         max_new_tokens: Most tokens that it can compute in a step, at least 1.
         num_computed_tokens: Tokens that it holds in the cache, fewer than it wants; 0 if it holds nothing.
+        priority: By which it comes before others, the least first.
     """
 
     key: str
@@ -36,6 +37,7 @@ class Request(NamedTuple):
     num_draft_tokens: int = 0
     max_new_tokens: int = sys.maxsize
     num_computed_tokens: int = 0
+    priority: int = 0
 
 
 class ScheduledRow(NamedTuple):
@@ -116,8 +118,8 @@ class Scheduler:
     - A prompt is long if a whole step is too short for it. Beside sequences that decode, or short prompts, a long
       prompt gets at most a quarter of the step: short prompts do not wait for the whole of it, and the time between
       tokens stays short. Alone, long prompts get all of the step, in order.
-    - A prompt that has not begun waits while another one computes the next block that both have in common, then takes
-      it from the prefix cache. One that has begun never looks again.
+    - A prompt that has not begun waits while another one of no worse priority computes the next block that both have
+      in common, then takes it from the prefix cache. One that has begun never looks again.
     - Memory is given in that order. The last sequence is preempted first.
 
     Args:
@@ -230,13 +232,12 @@ class _Step:
         found = [n if prefix is None else prefix.num_tokens for n, prefix in zip(held, self._prefixes, strict=True)]
         self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
         self._decodes = [unread <= max_decode_tokens for unread in self._unread]
-        # What a prompt that has begun reads next: whoever has it in common waits, though it may have arrived earlier.
-        self._computing: set[Hashable] = {
-            digest
-            for request, n, decodes in zip(requests, held, self._decodes, strict=True)
-            if n and not decodes
-            for digest in cache.blocks(request.key, n, n + 1)
-        }
+        # What a prompt that has begun reads next, and its priority: whoever has it in common waits, though it may have
+        # arrived earlier. One of a better priority does not: others may come between the two for ever.
+        self._computing: dict[Hashable, int] = {}
+        for request, n, decodes in zip(requests, held, self._decodes, strict=True):
+            for digest in cache.blocks(request.key, n, n + 1) if n and not decodes else ():
+                self._computing.setdefault(digest, request.priority)
         self._max_decode_tokens = max_decode_tokens
 
     def rows(self, turn: int) -> list[ScheduledRow]:
@@ -253,7 +254,7 @@ class _Step:
                 most = min(for_prompts, for_long) if self._is_long(index) else for_prompts
             most = min(most, self._unread[index], request.max_new_tokens)
             prefix = self._prefixes[index]
-            if most <= 0 or (prefix is not None and prefix.next_block in self._computing):
+            if most <= 0 or (prefix is not None and self._is_computed(prefix.next_block, request.priority)):
                 continue  # another one computes the block that it needs next
             num_computed = self._cache.allocate(request.key, most)
             if num_computed is None:
@@ -264,8 +265,13 @@ class _Step:
             if not decodes:
                 for_prompts -= count
                 for_long -= count if self._is_long(index) else 0
-                self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
+                blocks = self._cache.blocks(request.key, num_computed, num_computed + count)
+                self._computing |= dict.fromkeys(blocks, request.priority)
         return self._with_drafts(rows, left, turn)
+
+    def _is_computed(self, block: Hashable | None, priority: int) -> bool:
+        """Whether a block is computed by a request of this priority or a better one."""
+        return block in self._computing and self._computing[block] <= priority
 
     def _is_long(self, index: int) -> bool:
         return self._unread[index] > self._budget

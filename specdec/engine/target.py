@@ -358,7 +358,7 @@ class ModelTarget(ModelBackend):
             draft = self._draft(job, num_held == len(tokens) - 1) if job.draft else NO_DRAFT
             places.append(i)
             drafts.append(draft)
-            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held))
+            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held, job.spec.priority))
         chosen = self._scheduler.schedule(requests, states)
         chosen = prompts.bounded(chosen, [jobs[i] for i in places], self._sampler.vocab_size)
         step = [self._row(jobs, places[row.request], row, drafts[row.request]) for row in chosen]

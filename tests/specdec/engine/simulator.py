@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
-from specdec.engine.sequences import SequenceStates
+from specdec.engine.sequences import DECIDED, SequenceStates
 from specdec.executor.runner import ModelRunner
 
 LAUNCH_S, TOKEN_S, KEY_S = 6e-3, 30e-6, 2e-9
@@ -137,7 +137,7 @@ class Simulator:
     def cache_of(self, tokens: dict[str, tuple[int, ...]]) -> SequenceStates:
         """A cache of which these sequences want these tokens."""
         for key, wanted in tokens.items():
-            self.states.want(key, list(wanted), 0, b"", (False, 0, 0.0, key))
+            self.states.want(key, list(wanted), 0, b"", (DECIDED, 0, 0.0, key))
         return self.states
 
     def _step(self) -> Step:
@@ -145,7 +145,7 @@ class Simulator:
         self.states.begin_step()
         requests: list[Request] = []
         for s in active:
-            num_held = self.states.want(s.key, s.tokens, 0, b"", (False, 0, s.arrival.arrival_s, s.key.zfill(9)))
+            num_held = self.states.want(s.key, s.tokens, 0, b"", (DECIDED, 0, s.arrival.arrival_s, s.key.zfill(9)))
             num_drafted = min(s.arrival.num_draft_tokens, s.num_left - 1)
             requests.append(Request(s.key, len(s.tokens), num_drafted, num_computed_tokens=num_held))
         rows = self._whole(requests)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from specdec.cache.recurrent.slots import Window
 from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams
@@ -18,6 +19,7 @@ from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import Case, Output, deliver, make_service, run, start
 from tests.specdec.models.families import VOCAB_SIZE, make_model
+from tests.specdec.models.recurrent_families import make_recurrent
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
@@ -125,6 +127,26 @@ def test_the_newest_prompt_waits_while_an_older_one_is_read() -> None:
     assert [result.status for result in results] == [Status.DECIDED, Status.WAITING]
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_prompt_does_not_wait_for_one_of_a_worse_priority_that_has_begun(drafts: bool) -> None:
+    """What they have in common the first in order reads itself: others take the other's turns."""
+    model, options = runner(60), {"max_model_len": 64, "max_num_batched_tokens": 8}
+    states = SequenceStates(model)
+    drafter = ModelDrafter(model, Sampler(model.vocab_size), states=states, **options)
+    target = ModelTarget(model, Sampler(model.vocab_size), states=states, **options)
+
+    def step(*sequences: tuple[str, int, int]) -> None:
+        if drafts:
+            drafter.propose([draft_job(key, start, 40, 0.0, priority=priority) for key, start, priority in sequences])
+        else:
+            target.verify([verify_job(key, start, 40, 0.0, priority=priority) for key, start, priority in sequences])
+
+    step(("begun", 1, 5))
+    step(("best", 1, 0), ("between", 50, 1), ("begun", 1, 5))
+    held = [states.num_computed_tokens(key) for key in ("best", "between", "begun")]
+    assert held == [16, 0, 8], "two blocks that are cached, and what a step holds"
+
+
 def test_drafts_shrink_before_anybody_yields() -> None:
     model = runner(8)
     target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_num_batched_tokens=64)
@@ -214,3 +236,20 @@ def test_whoever_waits_again_keeps_what_it_had(shared: tuple) -> None:
     assert target.verify([verify_job("new", 1, 16, 1.0)])[0].status is Status.WAITING
     assert states.num_computed_tokens("new") == 12
     assert states.num_evictions == 0
+
+
+@pytest.mark.parametrize(("window", "finds_all"), [(8, True), (4, False)])
+def test_a_prompt_of_any_length_is_found_again_where_states_reach_back_a_block(window: int, finds_all: bool) -> None:
+    loaded = prepare_model(make_recurrent("falcon_h1"), "falcon_h1")
+    model = ModelRunner(loaded, num_blocks=64, block_size=8, num_state_slots=16, window=Window(window))
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=64, max_num_batched_tokens=64)
+    found = {}
+    for length in range(17, 25):
+        tokens = [(length + 3 * i) % VOCAB_SIZE for i in range(length)]
+        for key in ("first", "again"):
+            job = VerifyJob(f"{key} {length}", TokenLog(tokens), (), Case(tuple(tokens), 9, GREEDY).spec(0.0))
+            (result,) = target.verify([job])
+            target.release(job.key)
+        found[length] = result.num_cached_tokens
+    whole_blocks = {length: (length - 1) // 8 * 8 for length in found}
+    assert (found == whole_blocks) is finds_all, found

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.scheduler import CachedPrefix, Request, Scheduler, shares
+from specdec.engine.sequences import DECIDED
 from tests.specdec.engine.simulator import Arrival, Simulator, percentile
 
 BLOCK_SIZE = 4
@@ -140,6 +141,30 @@ def test_who_reaches_the_worker_late_but_arrived_first_does_not_overtake_a_promp
     steps = list(world.run([late, Arrival(0.001, (*common, *range(20_000, 20_050)), 1)]))
     assert steps[0].tokens_of(0) == 0, "the other one has begun"
     assert sum(step.num_tokens for step in steps) == 2000 + 2 * 50
+
+
+@pytest.mark.parametrize(("priority", "waits"), [(0, True), (9, False)])
+def test_nobody_waits_for_a_block_of_a_worse_priority(priority: int, waits: bool) -> None:
+    """Its prompt may never be read on: here those between the two take all of the step."""
+    scheduler = Scheduler(8, 8)
+    cache = Simulator(scheduler, 100, BLOCK_SIZE).states
+    common = tuple(range(16))
+    prompts = {"best": (*common, 50), "between": tuple(range(60, 90)), "begun": (*common, 40)}
+    priorities = {"best": 0, "between": min(1, priority), "begun": priority}
+
+    def step(*keys: str) -> list[str]:
+        cache.begin_step()
+        held = {key: cache.want(key, prompts[key], 0, b"", (DECIDED, priorities[key], 0.0, key)) for key in keys}
+        requests = [Request(key, len(prompts[key]), 0, 99, held[key], priorities[key]) for key in keys]
+        rows = scheduler.schedule(requests, cache)
+        for row in rows:
+            key, end = keys[row.request], row.num_computed_tokens + row.num_new_tokens
+            cache.sequence(key).tokens.extend(prompts[key][row.num_computed_tokens : end])
+            cache.keep_prefix(key, end)
+        return [keys[row.request] for row in rows]
+
+    assert step("begun") == ["begun"]
+    assert step("best", "between", "begun") == (["between"] if waits else ["best"])
 
 
 def test_who_waits_for_anothers_block_holds_no_memory_and_goes_on_if_that_one_leaves() -> None:
