@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, TorchAoConfig
 
-from specdec.checkpoint.fingerprint import torchao_version
+from specdec.checkpoint.fingerprint import optional_version
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import Quantization
 
@@ -58,7 +58,7 @@ def quantizing(
         raise ModelLoadError(f"{name} is quantized already ({own}): leave quantization out")
     if quantization == "int4" and dtype not in (torch.bfloat16, "auto"):
         raise ModelLoadError(f"int4 needs dtype bfloat16, in which its kernels multiply: {name} is to have {dtype}")
-    torchao_version()
+    optional_version("torchao")
     kept = None if quantization != "int4" else _not_for_int4(config, auto_class)
     return {"quantization_config": TorchAoConfig(_weight_config(quantization, device), modules_to_not_convert=kept)}
 
@@ -71,7 +71,7 @@ class PackedInt8Linear(nn.Linear):
         if input.numel() > _MOST_PACKED * self.in_features or torch.compiler.is_compiling():
             return super().forward(input)
         weight: Any = self.weight
-        rows = input.reshape(-1, self.in_features)
+        rows = input.reshape(-1, self.in_features).contiguous()
         # The kernel scales in bfloat16, and scales are float32.
         product: Tensor = torch._weight_int8pack_mm(rows, weight.qdata, rows.new_ones(self.out_features))
         product = (product * weight.scale.T).to(input.dtype).view(*input.shape[:-1], self.out_features)
@@ -79,14 +79,16 @@ class PackedInt8Linear(nn.Linear):
 
 
 def pack_int8(model: nn.Module) -> None:
-    """Let the linear layers that torchao has quantized to int8 multiply few tokens fast, where they are on a CPU."""
+    """Let the linear layers that :func:`quantizing` has made int8 multiply few tokens fast, where they are on a CPU.
+
+    Not those of a checkpoint that came quantized: its scales may be of groups, and its inputs may be rounded too.
+    """
     for module in model.modules():
         if (
             type(module) is nn.Linear
             and is_quantized(module)
             and module.weight.device.type == "cpu"
             and module.weight.dtype == torch.bfloat16
-            and getattr(module.weight, "qdata", module.weight).dtype == torch.int8
             and module.in_features % _PACKED_WIDTH == 0
         ):
             module.__class__ = PackedInt8Linear
