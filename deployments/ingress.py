@@ -197,9 +197,13 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         return self._service.state()
 
     async def drain_requests(self) -> int:
-        """Refuse new requests from now on, with 503; open ones go on. Gives how many sequences of them are open."""
+        """Refuse new requests from now on, with 503; open ones go on.
+
+        Returns:
+            How many sequences are open or have slots: a request keeps its own until its whole answer is with Serve.
+        """
         self._service.drain()
-        return self._service.num_open
+        return max(self._service.num_open, self._admission.num_sequences)
 
 
 def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:

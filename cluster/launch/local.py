@@ -1,6 +1,6 @@
 """Starting a local Ray and the application on it, watching them, and stopping both again.
 
-Draining a running service: no new requests, and time for those that run, before anything is deleted.
+Draining a running service: no new requests, and time for those that run, before anything stops.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def drain_ingress(
     handle: Any,
     timeout_s: float,
     is_alive: Callable[[], bool] = lambda: True,
-    report: Callable[[int], None] = lambda _: None,
+    report: Callable[[int | None], None] = lambda _: None,
 ) -> bool:
     """Tell every replica of the ingress to refuse new requests, and wait for the requests that run.
 
@@ -51,7 +51,7 @@ def drain_ingress(
             many still run.
         timeout_s: The longest wait.
         is_alive: Whether there is anybody to ask still.
-        report: Is given how many requests still run, whenever that has changed.
+        report: Is given how many requests still run, whenever that has changed; None where a replica does not answer.
 
     Returns:
         Whether every request has ended.
@@ -59,13 +59,15 @@ def drain_ingress(
     return asyncio.run(_drain(handle, time.monotonic() + timeout_s, is_alive, report))
 
 
-async def _drain(handle: Any, deadline_s: float, is_alive: Callable[[], bool], report: Callable[[int], None]) -> bool:
-    reported = 0
+async def _drain(
+    handle: Any, deadline_s: float, is_alive: Callable[[], bool], report: Callable[[int | None], None]
+) -> bool:
+    reported: int | None = 0
     while is_alive():
         num_running = await _ask(handle)
         if num_running == 0:
             return True
-        if num_running is not None and num_running != reported:
+        if num_running != reported:
             reported = num_running
             report(num_running)
         if time.monotonic() >= deadline_s:
@@ -90,8 +92,9 @@ OBJECT_STORE_BYTES = 256 << 20
 
 WATCH_S = 2.0
 HTTP_TIMEOUT_S = 30.0
-DELETE_S = 30.0
 SIGNAL_S = 0.3
+LAST_WORDS_S = 1.0
+"""How long what requests got last may take through Serve's proxy to their clients."""
 
 
 class LaunchError(SpecdecError):
@@ -122,6 +125,7 @@ class LocalService:
         self._report = report
         self._application = application
         self._states: dict[str, str] = {}
+        self._stages: dict[str, str] = {}
         self._log_folder = ""
         self._is_ray_started = False
         self._is_ready = False
@@ -185,11 +189,7 @@ class LocalService:
                 "port": self._config.port,
                 **self._config.tls.http_options(),
             },
-            logging_config={
-                "encoding": self._config.log_format.upper(),
-                "log_level": self._config.log_level.upper(),
-                "enable_access_log": False,
-            },
+            logging_config={**serves_log(self._config), "log_level": self._config.log_level.upper()},
         )
         self._report("Serve is up")
         args = self._config.app_args()
@@ -197,10 +197,13 @@ class LocalService:
         for remark in placement.remarks:
             self._report(remark)
         app = load_builder(self._application)(args)
-        targets = [serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")]
+        log = serves_log(args)
+        targets = [serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/", logging_config=log)]
         if self._application == LOCAL_APPLICATION:
             targets += [
-                serve.RunTarget(target=app, name=f"{APPLICATION_NAME}-{part}", route_prefix=f"/{part}")
+                serve.RunTarget(
+                    target=app, name=f"{APPLICATION_NAME}-{part}", route_prefix=f"/{part}", logging_config=log
+                )
                 for part, app in status_applications(self._config).items()
             ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -242,11 +245,11 @@ class LocalService:
             import ray
 
             self._report("stopping; Ctrl-C again to force")
-            self._stop_application()
+            self._drain()
             ray.shutdown()
 
-    def _stop_application(self) -> None:
-        """Drain the application and delete it; where it never got ready no request runs.
+    def _drain(self) -> None:
+        """Let the requests that run end; where the application never got ready there are none.
 
         A call to a Ray that has died does not return. What stopped us may be on its way to Ray's processes too, so they
         are given time to end, and the calls are made where nobody waits for them.
@@ -255,36 +258,31 @@ class LocalService:
             return
         self._is_ready = False
         time.sleep(SIGNAL_S)
-        deadline_s = time.monotonic() + self._config.drain_timeout_s + DELETE_S
-        thread = threading.Thread(target=self._drain_and_delete, args=(deadline_s,), daemon=True)
+        deadline_s = time.monotonic() + self._config.drain_timeout_s + PATIENCE_S
+        thread = threading.Thread(target=self._drain_requests, daemon=True)
         thread.start()
         while thread.is_alive() and self._ray_is_alive() and time.monotonic() < deadline_s:
             thread.join(POLL_S)
 
-    def _drain_and_delete(self, deadline_s: float) -> None:
+    def _drain_requests(self) -> None:
         from ray import serve
 
+        timeout_s = self._config.drain_timeout_s
         try:
             if self._ray_is_alive():
                 handle = serve.get_deployment_handle(INGRESS, APPLICATION_NAME)
-                if not drain_ingress(handle, self._config.drain_timeout_s, self._ray_is_alive, self._report_running):
-                    self._report(
-                        f"requests still run after drain_timeout_s ({self._config.drain_timeout_s:g}): cut off"
-                    )
-                    return
-            # Serve calls it an error that it hears no more of what is gone.
-            logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
-            if self._ray_is_alive():
-                serve.delete(APPLICATION_NAME, _blocking=False)
-            while self._ray_is_alive() and time.monotonic() < deadline_s:
-                if APPLICATION_NAME not in serve.status().applications:
-                    return
-                time.sleep(POLL_S)
+                if not drain_ingress(handle, timeout_s, self._ray_is_alive, self._report_running):
+                    self._report(f"requests still run after drain_timeout_s ({timeout_s:g}): cut off")
+                elif self._ray_is_alive():
+                    time.sleep(LAST_WORDS_S)
         except Exception as error:  # whatever it is, what is left is stopped next
-            self._report(f"the replicas did not end by themselves: {type(error).__name__}")
+            self._report(f"the requests could not be waited for: {type(error).__name__}")
 
-    def _report_running(self, num_running: int) -> None:
-        self._report(f"draining, requests still running: {num_running}")
+    def _report_running(self, num_running: int | None) -> None:
+        if num_running is None:
+            self._report(f"draining, an ingress has not answered for {PATIENCE_S:g} s")
+        else:
+            self._report(f"draining, requests still running: {num_running}")
 
     def _ray_is_alive(self) -> bool:
         return all(is_alive(process) for process in self._heart)
@@ -298,9 +296,11 @@ class LocalService:
                 f"Ray has ended: one of its processes died; start specdec serve again; logs: {self._log_folder}"
             )
         application = serve.status().applications.get(APPLICATION_NAME)
-        stages = starting(APPLICATION_NAME)
+        self._stages |= starting(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():
-            state = describe(deployment, loads_model=loads_model(name), stage=stages.get(name, ""))
+            state = describe(deployment, loads_model=loads_model(name), stage=self._stages.get(name, ""))
+            if state.startswith("ready"):  # a replica says its last a while before Serve calls it ready
+                self._stages.pop(name, None)
             if self._states.get(name) != state:
                 self._states[name] = state
                 self._report(f"{name}: {state}")
@@ -337,6 +337,11 @@ def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
     module, _, function = import_string.partition(":")
     builder: Callable[[AppArgs], Any] = getattr(importlib.import_module(module), function)
     return builder
+
+
+def serves_log(args: AppArgs) -> dict[str, Any]:
+    """Serve's ``logging_config``; without it an application's replicas log every call among them, as text."""
+    return {"encoding": args.log_format.upper(), "enable_access_log": False}
 
 
 def status_applications(config: ServiceConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from cluster.config.names import (
     drafter_deployment,
 )
 from cluster.config.replicas import most, scaling
-from cluster.launch.local import status_args
+from cluster.launch.local import serves_log, status_args
 from cluster.launch.placement import gpus_per_replica
 from specdec.core.errors import InvalidParameterError
 
@@ -67,7 +67,7 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": host, "port": config.port, **config.tls.http_options()},
-        "logging_config": {"encoding": config.log_format.upper(), "enable_access_log": False},
+        "logging_config": serves_log(config),
         "applications": [application, *drafters, *(_status_application(part, config) for part in STATUS_PARTS)],
     }
 

@@ -17,7 +17,7 @@ from cluster.config.app import AppArgs
 from cluster.config.base import validated
 from cluster.config.files import merged
 from cluster.config.names import DEPLOYMENTS, DRAFT, LOCAL_APPLICATION, drafter_deployment
-from cluster.launch.local import load_builder
+from cluster.launch.local import load_builder, serves_log
 from cluster.models.identity import fingerprints
 from deployments.http.api import ApiOf, ContextOf
 from deployments.http.errors import INVALID, ApiError
@@ -132,7 +132,7 @@ def _deploy(args: AppArgs, is_new: bool, is_local: bool) -> bool:
     except SpecdecError as error:
         raise ApiError(400, str(error), code=INVALID) from None
     serve.run_many(
-        [serve.RunTarget(target=application, name=name, route_prefix="/")],
+        [serve.RunTarget(target=application, name=name, route_prefix="/", logging_config=serves_log(args))],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )

@@ -40,12 +40,14 @@ class Drained:
     Attributes:
         compared: The streams against their undisturbed runs.
         told: What requests were told that came after the signal, while streams ran.
+        told_last: What requests were told after the last stream had ended, until nobody listened any more.
         exit_code: Of the service.
         took_s: From the signal to the end of the service.
     """
 
     compared: Comparison
     told: tuple[Refusal, ...]
+    told_last: tuple[Refusal, ...]
     exit_code: int
     took_s: float
 
@@ -79,8 +81,13 @@ def under_sigterm(service: RunningService, streams: Streams) -> Drained:
             told.append(ask(service))
             time.sleep(0.2)
         ended = wait()
+    told_last = []
+    while (refusal := ask(service)).status is not None:
+        told_last.append(refusal)
+        time.sleep(0.05)
     code = service.wait()
-    return Drained(Comparison.of(ended, undisturbed), tuple(told), code, time.monotonic() - signalled_s)
+    took_s = time.monotonic() - signalled_s
+    return Drained(Comparison.of(ended, undisturbed), tuple(told), tuple(told_last), code, took_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pauses = [run.compared.longest_pause_s for run in runs]
     print("| SIGTERM under | broken | differ | refused as said | told otherwise | longest pause, s | to the end, s |")
     print("|---|---|---|---|---|---|---|")
-    told = [refusal for run in runs for refusal in run.told]
+    told = [refusal for run in runs for refusal in run.told + run.told_last]
     refused = sum(refusal.status == 503 and refusal.code is not None for refusal in told)
     cells = [
         f"{options.streams} streams, {options.replicas} of each",

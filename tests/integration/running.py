@@ -120,7 +120,10 @@ class RunningService:
 
     def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Wait for its end after a signal; gives its exit code. Nothing it started may be left."""
-        code = self._process.wait(timeout_s)
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"after {timeout_s:g} s it has not ended:\n" + "".join(self.lines)) from None
         left = [child for child in self._children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"left behind: {left}"
         return code

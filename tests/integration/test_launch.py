@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from cluster.config.environment import RAY_SETTINGS
 
@@ -16,17 +18,21 @@ from cluster.config.environment import RAY_SETTINGS
 def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     try:
-        service = start()
+        service = start("--log-format", "json")
         service.read_until("Ctrl-C stops it.")
         (url,) = re.findall(r"curl (http://127\.0\.0\.1:\d+)/v1/completions", service.output)
         assert re.search(r"\[ *\d+\.\d s\] Ray is up: \d+ cores", service.output)
-        assert re.search(r"logs: \S+/logs/serve\n", service.output)
+        (logs,) = re.findall(r"logs: (\S+/logs/serve)\n", service.output)
         assert "TargetServer: starting (loads the model)" in service.output
         assert "TargetServer: ready" in service.output
         told = [(name, value) for name, value in RAY_SETTINGS.items() if name.startswith("RAY_SERVE_")]
         for name, value in [*told, ("RAY_AUTH_MODE", "token")]:
             with urllib.request.urlopen(f"{url}/environment?name={name}", timeout=10) as answer:
                 assert answer.read().decode() == value
+        lines = [line for log in Path(logs).glob("replica_*.log") for line in log.read_text().splitlines()]
+        messages = [json.loads(line)["message"] for line in lines]
+        assert any("Finished initializing" in message for message in messages)
+        assert not [message for message in messages if "/environment" in message], "no line for each call of Serve's"
         names = {process.name() for process in service.processes()}
         assert {"raylet", "gcs_server", "ray::ProxyActor"} <= names
 

@@ -45,7 +45,7 @@ class Handle:
 def test_it_waits_for_the_last_request_of_every_replica(monkeypatch):
     monkeypatch.setattr(local, "POLL_S", 0.0)
     short, long = Replica(2), Replica(5)
-    running: list[int] = []
+    running: list[int | None] = []
     assert drain_ingress(Handle(short, long), 60, report=running.append)
     assert long.calls == ["drain_requests"] * 5
     assert short.calls == long.calls, "a replica that started again is told again"
@@ -65,7 +65,9 @@ def test_a_replica_that_hangs_is_waited_for_until_the_time_is_over(monkeypatch):
         async def answer(self, method):
             await asyncio.sleep(3600)
 
-    assert not drain_ingress(Handle(Replica(1), Hanging(0)), 0.1)
+    running: list[int | None] = []
+    assert not drain_ingress(Handle(Replica(1), Hanging(0)), 0.1, report=running.append)
+    assert running == [None]
 
 
 def test_requests_that_do_not_end_are_given_up_after_the_time_limit():
@@ -88,6 +90,6 @@ def test_what_has_not_changed_is_not_told_again(monkeypatch):
         async def answer(self, method):
             return next(counts)
 
-    calls: list[int] = []
+    calls: list[int | None] = []
     assert drain_ingress(Handle(Slow(0)), 60, report=calls.append)
     assert calls == [3, 1]

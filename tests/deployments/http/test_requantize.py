@@ -40,7 +40,8 @@ class Serve:
         found = SimpleNamespace(status=SimpleNamespace(value=self.state))
         return SimpleNamespace(applications={"specdec": found})
 
-    def RunTarget(self, target: AppArgs, **_: str) -> AppArgs:
+    def RunTarget(self, target: AppArgs, logging_config: dict[str, Any], **_: str) -> AppArgs:
+        assert logging_config == {"encoding": target.log_format.upper(), "enable_access_log": False}
         return target
 
     def run_many(self, targets: list[AppArgs], **_: bool) -> None:
