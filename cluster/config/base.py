@@ -78,6 +78,9 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
     near = _nearest(key, known)
+    if near == key:
+        section, _, leaf = key.rpartition(".")
+        return f"unknown key '{key}'; write '{leaf}' under '{section}'"
     return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "")
 
 
@@ -114,10 +117,9 @@ def first_error(model: type[BaseModel], error: ValidationError) -> tuple[str, st
     """The dotted key of a validation error, and one line that says what is wrong and what is allowed."""
     detail = error.errors(include_url=False, include_input=False)[0]
     context = detail.get("ctx", {})
+    path, field = _place(model, detail["loc"])
     if detail["type"] == "refused_key":
-        return str(context["key"]), detail["msg"]
-    path = _known_path(model, detail["loc"])
-    field = _field(model, path)
+        return str(context["key"]), f"{path}: {detail['msg']}" if path else detail["msg"]
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     allowed = "" if field is None else allowed_range(field)
     if allowed:
@@ -126,31 +128,34 @@ def first_error(model: type[BaseModel], error: ValidationError) -> tuple[str, st
         message = f"must be {field.description}"
     elif detail["type"] == "model_type":
         message = "must hold keys and values"
+    elif detail["type"] == "tuple_type":
+        message = "must be a list"
+    elif detail["type"] == "too_long":
+        message = f"must have at most {context['max_length']} entries"
     return path, f"{path}: {message}" if path else message
 
 
-def _known_path(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The part of a pydantic location that names keys; it goes on with the names of union members."""
-    names: list[str] = []
+def _place(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The part of a pydantic location that names keys, and the last one's field; union members' names come after it."""
+    path, field = "", None
     current: type[BaseModel] | None = model
     for part in location:
-        if current is None or part not in current.model_fields:
+        if isinstance(part, int) and field is not None and current is not None:
+            path += f"[{part}]"
+            field = None
+        elif current is not None and part in current.model_fields:
+            path += f".{part}" if path else str(part)
+            field = current.model_fields[str(part)]
+            current = submodel(current, str(part)) or _entries(field)
+        else:
             break
-        names.append(str(part))
-        current = submodel(current, str(part))
-    return ".".join(names)
+    return path, field
 
 
-def _field(model: type[BaseModel], path: str) -> FieldInfo | None:
-    """The field at a dotted path that exists; None for the whole model."""
-    if not path:
-        return None
-    *sections, leaf = path.split(".")
-    for section in sections:
-        found = submodel(model, section)
-        assert found is not None, f"{section} is no section"
-        model = found
-    return model.model_fields[leaf]
+def _entries(field: FieldInfo) -> type[StrictModel] | None:
+    """The model of each entry of a key that is a list of sections, or None."""
+    entry = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else None
+    return entry if isinstance(entry, type) and issubclass(entry, StrictModel) else None
 
 
 def allowed_range(field: FieldInfo) -> str:

@@ -193,7 +193,7 @@ def check_pair(
         _check_special_tokens(target_tokenizer, draft_tokenizer)
     except IncompatiblePairError as error:
         if not other_vocabulary:
-            raise IncompatiblePairError(f"{error}; see draft.other_vocabulary") from None
+            raise IncompatiblePairError(f"{draft.name}: {error}; see draft.other_vocabulary") from None
         mapping = map_vocabularies(target_tokenizer, draft_tokenizer)
         notes.append(
             f"the vocabularies differ: of the target's {mapping.vocab_size} tokens the draft has "

@@ -7,6 +7,7 @@ A field in neither, nor in a schema, is unknown: it is ignored or refused, as th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -237,7 +238,7 @@ class Body(BaseModel):
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], instead: str | None) -> None:
     if is_neutral(value, neutral):
         return
-    but = f"; only {' or '.join(repr(one) for one in neutral)} is taken" if neutral else ""
+    but = f"; only {' or '.join(json.dumps(one) for one in neutral)} is taken" if neutral else ""
     but += f"; the field to send is {instead}" if instead else ""
     raise PydanticCustomError("refused_field", "is not supported{but}", {"field": name, "but": but})
 

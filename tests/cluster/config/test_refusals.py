@@ -24,6 +24,7 @@ from specdec.core.errors import InvalidParameterError
 KEYS, METHOD = "outside_specdec:Keys", "outside_specdec:drafter"
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 T, VLLM = {"target.model": "t"}, {"target.model": "t", "target.engine": "vllm"}
+OPENVINO = {"target.model": "t", "target.engine": "openvino"}
 PAIRED = {"draft.placement": "same_process"}
 NO_SWITCH, MANY = "true and false are not allowed", "a whole number, at least 1 and at most 1024"
 PROCESSORS, METHODS = (
@@ -59,7 +60,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("speculation_mode", "both", "'auto', 'sequential', 'overlap' or 'outcomes'"),
     ("target.dtype", "int8", "'float32'"),
     ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
-    ("target.engine", "sglang", "must be 'transformers' or 'vllm'"),
+    ("target.engine", "sglang", "must be 'transformers', 'openvino' or 'vllm'"),
     ("target", None, "target: is empty"),
     ("target.model", None, "target: is empty"),
     ("draft.kv_cache_memory", "1.5", "a fraction of the free memory in (0, 1]"),
@@ -113,7 +114,7 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
         "logprobs_mode",
         "logprobs_mode: receipts tell raw_logprobs",
     ),
-    (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs our own engine"),
+    (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs target.engine: transformers"),
     (T | {"exactness": "strict", "target.quantization": "int8"}, "exactness", "needs target.quantization: none"),
     ({"exactness": "strict", "acceptance": "rejection"}, "exactness", "exactness: strict needs acceptance: coupled"),
     ({"strict_tile_tokens": 3}, "strict_tile_tokens", "strict_tile_tokens must be 0, or 4 to 512"),
@@ -135,6 +136,28 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
             ("enable_lora", True, "not tested"),
         )
     ),
+    *(
+        ({f"{role}.{key}": value, f"{role}.model": "m", "target.model": "t", f"{role}.engine": "openvino"}, role, why)
+        for role in ("target", "draft")
+        for key, value, why in (
+            ("device", "cuda", "engine openvino is for CPUs"),
+            ("device_map", "auto", "engine openvino is for CPUs"),
+            ("dtype", "float16", "float32 or bfloat16"),
+            ("quantization", "int4", "none or int8, not int4"),
+            ("engine_args", {"quantization": "fp8"}, "engine_args"),
+        )
+        if role == "target" or key != "engine_args"
+    ),
+    (OPENVINO | {"exactness": "strict"}, "exactness", "exactness: strict needs target.engine: transformers"),
+    (OPENVINO | {"receipts.key_file": "k"}, "receipts.key_file", "need target.engine: transformers"),
+    (OPENVINO | {"lora.folder": "/srv"}, "lora", "adapters need target.engine: transformers"),
+    (OPENVINO | {"draft.method": "medusa", "draft.heads": "h"}, "draft.method", "need target.engine: transformers"),
+    (
+        T | {"draft.model": "d", "draft.engine": "openvino", "lora.folder": "/srv"},
+        "lora",
+        "the draft's adapters need draft.engine: transformers",
+    ),
+    (T | {"draft.model": "d", "draft.engine": "vllm"}, "draft.engine", "'transformers' or 'openvino'"),
     (T | {"draft.method": "ngram+model"}, "draft.method", "ngram+model needs a draft model"),
     (T | {"draft.method": "ngram", "draft.model": "d"}, "draft", "method ngram has no draft model"),
     ({"draft.method": "ngram", "draft.pool": "drafts"}, "draft", "method ngram has no draft model"),
@@ -152,9 +175,10 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"draft.heads": "h"}, "draft", "heads needs method medusa"),
     ({"draft.method": "ngram", "draft.tree_tokens": 8}, "draft", "tree_tokens needs heads"),
     ({"draft.method": "medusa", "draft.tree_tokens": 65}, "draft.tree_tokens", "64"),
-    (VLLM | {"draft.method": "medusa", "draft.heads": "h"}, "draft.method", "takes no heads"),
+    (VLLM | {"draft.method": "medusa", "draft.heads": "h"}, "draft.method", "heads need target.engine: transformers"),
     (T | PAIRED, "draft.placement", "needs a draft model"),
     (VLLM | PAIRED | {"draft.model": "d"}, "draft.placement", "needs our own engine"),
+    (OPENVINO | PAIRED | {"draft.model": "d"}, "draft.placement", "needs one engine for both models"),
     (PAIRED | {"draft.method": "model+medusa"}, "draft.placement", "heads draft in the target's process too"),
     (PAIRED | {"speculation_mode": "overlap"}, "draft.placement", "drafts and verifies in turn"),
     (PAIRED | {"draft.device": "cpu"}, "draft.placement", "has the target's device"),
@@ -319,6 +343,7 @@ def test_what_is_changed_while_it_serves_is_refused_by_its_key(
         ("- port", "must hold keys and values"),
         ("7: 8", "must hold keys and values"),
         ("prot: 1", "did you mean 'port'?"),
+        ("draft.placement: separate", "unknown key 'draft.placement'; write 'placement' under 'draft'"),
         (None, "cannot be read"),
         ("", "target: names no model; name a model, or ask for the demo pair with demo: plain"),
         ("target:\n", "target: is empty; name a model, or ask for the demo pair with demo: plain"),

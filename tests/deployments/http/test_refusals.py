@@ -180,7 +180,7 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"store": True}, "store", "keeps no responses"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
-    ({"background": True}, "background", "only False"),
+    ({"background": True}, "background", "only false"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
     ({"truncation": "some"}, "truncation", "disabled"),
     ({"truncation": "auto", "input": "x" * 2000}, "input", "the prompt has"),

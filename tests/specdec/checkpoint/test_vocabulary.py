@@ -120,7 +120,7 @@ def test_vocabularies_with_hardly_a_token_in_common_are_refused(
 
 def test_a_pair_of_two_vocabularies_fits_only_where_that_is_asked_for(tmp_path: Path) -> None:
     own, other = ModelSource(str(DRAFT)), ModelSource(str(save_smaller(tmp_path / "draft")))
-    with pytest.raises(IncompatiblePairError, match=r"the vocabularies differ: .*; see draft\.other_vocabulary"):
+    with pytest.raises(IncompatiblePairError, match=r"draft: the vocabularies differ: .*; see draft\.other_vocabulary"):
         describe_pair(own, other)
     report = describe_pair(own, other, other_vocabulary=True)
     assert (report.vocab_size, report.draft_vocab_size, report.num_shared_tokens) == (4096, 1500, 1499)

@@ -274,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name", "required"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),
     ({"tools": [FLAT[2]] * 2}, "tools", "'now'"),
-    ({"tools": [FLAT[2] | {"defer_loading": True}]}, "tools[0].defer_loading", "only False"),
+    ({"tools": [FLAT[2] | {"defer_loading": True}]}, "tools[0].defer_loading", "only false"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": None, "tool_choice": NAMED}, "tool_choice", "needs tools"),
     ({"tools": [FLAT[2]], "tool_choice": NAMED}, "tool_choice", "'weather'"),
