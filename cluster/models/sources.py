@@ -90,10 +90,15 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
 
 
 def _rollback_tokens(args: AppArgs, model: ModelConfig) -> int:
-    """A draft and a token, which is all that is taken back in turn; twice as many of a draft that runs ahead."""
+    """How far back recurrent states reach.
+
+    That is a draft and a token, which is all that is taken back in turn; twice as many of a draft that runs ahead. And
+    a block: the copy of a state that a prompt leaves behind serves the next one from where its last whole block ended.
+    """
     num_tokens = args.most_draft_tokens + 1
     runs_ahead = model is not args.target and not args.is_paired
-    return max(DEFAULT_WINDOW_TOKENS, 2 * num_tokens) if runs_ahead else max(MIN_WINDOW_TOKENS, num_tokens)
+    taken_back = max(DEFAULT_WINDOW_TOKENS, 2 * num_tokens) if runs_ahead else max(MIN_WINDOW_TOKENS, num_tokens)
+    return max(args.block_size, taken_back)
 
 
 def configured_pair(args: AppArgs, target: ModelSource, draft: ModelSource) -> PairReport:
@@ -181,5 +186,6 @@ def _source(args: AppArgs, config: ModelConfig, path: str, takes_adapters: bool)
         device=config.device,
         device_map=config.device_map,
         quantization=config.quantization,
+        engine="openvino" if config.engine == "openvino" else "transformers",
         adapters=LoRAConfig(args.lora.max_loras, args.lora.max_rank) if takes_adapters else None,
     )

@@ -1,4 +1,4 @@
-"""What a forward pass is given of each sequence, and how its recurrent layers and adapters see that."""
+"""What a forward pass is given of each sequence, and how its adapters see that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.cache.blocks import BlockPool, CachedSequence
-from specdec.cache.recurrent.pool import StatePool
-from specdec.cache.recurrent.slots import SequenceState, Window
 from specdec.executor.steps import StepRows, unread
 from specdec.executor.tiles import RowPart
-from specdec.kernels.recurrent_metadata import StateRow
 from specdec.models.lora.slots import AdapterRun
 
 
@@ -145,54 +142,3 @@ def adapter_runs(rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[Ada
         elif adapter is not None:
             runs.append((adapter, start, end))
     return runs
-
-
-def state_moves(
-    rows: Sequence[RowInput], parts: Sequence[RowPart], states: StatePool
-) -> list[tuple[SequenceState, StateRow]]:
-    """Each row's recurrent state with what a pass makes of it; until :func:`keep_states` none can be gone on from."""
-    moves: list[tuple[SequenceState, StateRow]] = []
-    for part in parts:
-        sequence = rows[part.row].sequence
-        state, past = sequence.state, len(sequence.tokens) + part.offset
-        assert state is not None, "no state is reserved"
-        has_kernels = states.kernels is not None
-        moves.append((state, state_row(part.start, part.num_tokens, past, state, states.window, has_kernels)))
-    states.clear_taken()
-    for state, after in moves:
-        state.oldest = after.length + 1  # until the step is done there is nothing to go back to
-    return moves
-
-
-def keep_states(states: Sequence[tuple[SequenceState, StateRow]]) -> None:
-    """Note what became of sequences' states."""
-    for state, after in states:
-        state.oldest, state.newest = after.oldest_after, after.length
-
-
-def state_row(
-    start: int,
-    num_new_tokens: int,
-    num_computed_tokens: int,
-    state: SequenceState,
-    window: Window,
-    has_kernels: bool = False,
-) -> StateRow:
-    """A row as the recurrent layers see it; kernels go over what was cut back in the step's own scan."""
-    is_scanned_again = has_kernels and state.newest != num_computed_tokens
-    return StateRow(
-        start=start,
-        num_new_tokens=num_new_tokens,
-        num_computed_tokens=num_computed_tokens,
-        slot=state.slot,
-        oldest=state.oldest,
-        newest=state.newest,
-        oldest_after=window.oldest_after(
-            state.oldest, num_computed_tokens, num_new_tokens, is_scanned_again=is_scanned_again
-        ),
-    )
-
-
-def state_array(rows: Sequence[StateRow]) -> NDArray[np.int64]:
-    """Rows as a step's input has them: [4, R]."""
-    return np.array([(row.slot, row.oldest, row.newest, row.oldest_after) for row in rows], np.int64).T

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
 from specdec.cache.recurrent.binding import bind, has_fast_scans
 from specdec.cache.recurrent.pool import StatePool, checked_window
-from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
+from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, Window
 from specdec.core.errors import reason_of
 from specdec.executor.chains import ChainGraphs, LaunchedChains, RunPass, TokenChooser
 from specdec.executor.compiled import CompiledLayers
@@ -25,17 +25,8 @@ from specdec.executor.derive import DerivedStep
 from specdec.executor.finite import FiniteRows
 from specdec.executor.graphs import ExecutorLimits, PassOutput, StepGraphs, unrecordable
 from specdec.executor.paged_cache import PagedCache, group_window
-from specdec.executor.rows import (
-    HeadInput,
-    RowInput,
-    adapter_runs,
-    keep_states,
-    lay_out_heads,
-    lay_out_rows,
-    state_array,
-    state_moves,
-    state_row,
-)
+from specdec.executor.recurrence import Recurrence, keep_states, state_array
+from specdec.executor.rows import HeadInput, RowInput, adapter_runs, lay_out_heads, lay_out_rows
 from specdec.executor.sequence_cache import SequenceCache
 from specdec.executor.steps import StepRows, Steps
 from specdec.executor.tiles import RowPart, tiles_of
@@ -45,7 +36,6 @@ from specdec.kernels.experts import use_tiled_experts
 from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
 from specdec.kernels.recurrent import recurrent_kernels
-from specdec.kernels.recurrent_metadata import StateRow, StateStep, reads_ahead
 from specdec.kernels.scan import TokenByToken
 from specdec.kernels.segmented import attention_kernel
 from specdec.models.loading import LoadedModel
@@ -150,7 +140,6 @@ class ModelRunner(SequenceCache, FiniteRows):
         self._chains: ChainGraphs | None = None
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
         self._layers: CompiledLayers | None = None
-        self._padding_state: SequenceState | None = None
         pool = states
         if loaded.recurrent_layers:
             window = window or checked_window(DEFAULT_WINDOW_TOKENS)
@@ -159,9 +148,9 @@ class ModelRunner(SequenceCache, FiniteRows):
                 pool.kernels = recurrent_kernels(self._kernel)
             else:
                 pool = StatePool(loaded.recurrent_layers, num_state_slots + 1, window, make_scan=TokenByToken)
-                self._padding_state = pool.take()
             self.states = pool
-        self._may_read_ahead = pool is not None and has_fast_scans(loaded.model)
+        is_fast = pool is not None and has_fast_scans(loaded.model)
+        self._recurrence = Recurrence(pool, is_filled_up=tile_tokens is not None, has_fast_scans=is_fast)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, self.pool, pool, self._kernel)
         self._cache_argument = cache_argument(loaded.model)
@@ -321,12 +310,11 @@ class ModelRunner(SequenceCache, FiniteRows):
         parts: Sequence[RowPart] = ()
         if has_adapters or self.states is not None:
             parts = next(tiles_of(own.num_tokens, own.num_logits, num_tokens)).parts
-        states = [] if self.tile_tokens is not None else self._state_moves(rows, parts)
-        moved = [after for _, after in states]
-        if self._may_read_ahead and size is None and self.limits is not None:
-            moved = list(map(reads_ahead, moved))
-        if moved:
-            own = replace(own, states=state_array(moved))
+        moves = []
+        if self.tile_tokens is None:
+            moves = self._recurrence.moves(rows, parts, may_read_ahead=size is None and self.limits is not None)
+        if moves:
+            own = replace(own, states=state_array(moves))
         if graphs is not None and size is not None:
             with self._steps.sent_anew_on_failure():
                 self.extra = self._steps.upload(sequences, own, drawn, extra)
@@ -342,10 +330,7 @@ class ModelRunner(SequenceCache, FiniteRows):
             logits = self._run_tiles(rows, own, drawn, extra)
         else:
             step, self.extra = self._steps.begin(sequences, own, drawn, extra)
-            if isinstance(self.states, StatePool) and step.states is not None:
-                self.states.begin(step.states, [row for row in moved if row.num_ahead])
-            elif isinstance(self.states, StatePool):
-                self.states.begin(StateStep(moved, num_tokens, self.states.window))
+            self._recurrence.begin(moves, num_tokens, step.states)
             compiled = nullcontext() if self._layers is None else self._layers.as_they_are()
             with self._functions, self._used_adapters(rows, parts, num_tokens), compiled:
                 every = num_logits == num_tokens
@@ -354,7 +339,7 @@ class ModelRunner(SequenceCache, FiniteRows):
             self._note_finite(own, result.finite_tokens, result.finite_logits)
         for row in rows:
             row.sequence.tokens.extend(row.tokens)
-        keep_states(states)
+        keep_states(moves)
         return logits
 
     def _run_tiles(
@@ -372,11 +357,11 @@ class ModelRunner(SequenceCache, FiniteRows):
         for tile in tiles_of(own.num_tokens, own.num_logits, size):
             # The head reads all of a tile. Only one nobody wants logits of may read what it likes.
             in_vain = None if len(tile.logits) else torch.zeros(1, dtype=torch.int32, device=device)
-            states = self._state_moves(rows, tile.parts)
-            self._begin_states([after for _, after in states], size)
+            moves = self._recurrence.moves(rows, tile.parts)
+            self._recurrence.begin(moves, size, None)
             with self._functions, self._used_adapters(rows, tile.parts, size):
                 result = self._run(steps, step.cut(tile.start, tile.start + size), in_vain)
-            keep_states(states)
+            keep_states(moves)
             of_tokens.append(tuple(part[: tile.num_tokens] for part in (result.finite_tokens, *result.hidden)))
             index = torch.from_numpy(tile.logits).to(device)
             of_logits.append((result.logits[index], result.finite_logits[index]))
@@ -456,8 +441,7 @@ class ModelRunner(SequenceCache, FiniteRows):
         """The model over the newest upload and padding, with adapters or as it is: what a graph holds."""
         step = steps.derive(num_tokens)
         if step.states is not None:
-            assert isinstance(self.states, StatePool)
-            self.states.begin(step.states)
+            self._recurrence.begin((), num_tokens, step.states)
         adapted: AbstractContextManager[None] = nullcontext()
         if has_adapters:
             assert self.loaded.adapters is not None
@@ -582,20 +566,6 @@ class ModelRunner(SequenceCache, FiniteRows):
         if slots is None or not runs:
             return nullcontext()
         return slots.used(runs, num_tokens, is_filled_up=self.tile_tokens is not None)
-
-    def _state_moves(self, rows: Sequence[RowInput], parts: Sequence[RowPart]) -> list[tuple[SequenceState, StateRow]]:
-        """See :func:`~specdec.executor.rows.state_moves`; nothing where the model has no states."""
-        return state_moves(rows, parts, self.states) if isinstance(self.states, StatePool) else []
-
-    def _begin_states(self, own: list[StateRow], num_tokens: int) -> None:
-        """Tell the recurrent layers of a pass that may be filled up: what fills it has a state, too."""
-        if not isinstance(self.states, StatePool):
-            return
-        start = own[-1].start + own[-1].num_new_tokens
-        if start < num_tokens:
-            assert self._padding_state is not None
-            own.append(state_row(start, num_tokens - start, 0, self._padding_state, self.states.window))
-        self.states.begin(StateStep(own, num_tokens, self.states.window))
 
     def no_logits(self, num_rows: int) -> torch.Tensor:
         """Zeros that are laid out as the logits of :meth:`forward`."""

@@ -25,8 +25,12 @@ def test_recurrent_states_reach_back_a_draft_and_twice_as_far_where_a_draft_runs
     for placement, of_draft in ("separate", 34), ("same_process", 17):
         args = AppArgs.model_validate({"num_speculative_tokens": 16, "draft": {"placement": placement}})
         assert [backend_options(args, model).rollback_tokens for model in (args.target, args.draft)] == [17, of_draft]
-    args = AppArgs(num_speculative_tokens=2)
-    assert [backend_options(args, model).rollback_tokens for model in (args.target, args.draft)] == [4, 18]
+
+
+def test_recurrent_states_reach_back_a_block_or_no_prompt_would_find_anothers():
+    for block_size, reaches in ((8, [8, 18]), (16, [16, 18]), (64, [64, 64])):
+        args = AppArgs(num_speculative_tokens=2, block_size=block_size)
+        assert [backend_options(args, model).rollback_tokens for model in (args.target, args.draft)] == reaches
 
 
 def around(role, build, args, *, tag="none"):

@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from specdec.cache.recurrent.rescan import Rescan
 from specdec.cache.recurrent.slots import SequenceState, Window
-from specdec.executor.rows import state_row
+from specdec.executor.recurrence import state_row
 from specdec.kernels.conv import Convolution, ConvShape, ConvWindows
 from specdec.kernels.recurrent import RecurrentKernels, StateTensors, recurrent_kernels
 from specdec.kernels.recurrent_metadata import StateRow, StateStep

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-import specdec.executor.rows as rows_module
+import specdec.executor.recurrence as recurrence_module
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import checked_window
 from specdec.core.params import SamplingParams
@@ -12,7 +12,7 @@ from specdec.drafting.heads import DraftHeads, with_heads
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
-from specdec.engine.sequences import SequenceStates
+from specdec.engine.sequences import DECIDED, SequenceStates
 from specdec.engine.target import ModelTarget
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
@@ -135,7 +135,7 @@ def test_a_target_that_is_not_rolled_back_is_found(family: str, monkeypatch: pyt
     cases = make_cases()
     stock = make_recurrent(family)
     wanted = [greedy(stock, case) for case in cases]
-    monkeypatch.setattr(rows_module, "state_row", keep_refused)
+    monkeypatch.setattr(recurrence_module, "state_row", keep_refused)
     target = make_runner(make_recurrent(family))
     draft = make_runner(make_draft("llama", float("inf")))
     assert run(make_service(target, draft), cases)[0] != wanted
@@ -218,7 +218,7 @@ def test_what_reaches_further_back_than_the_window_goes_on_from_a_kept_copy() ->
 
     def read(wanted: list[int]) -> tuple[int, float]:
         """Tokens that were cached, and the largest difference of the last token's logits from a whole forward's."""
-        states.want("one", wanted, 0, b"", (False, 0, 0.0, "one"))
+        states.want("one", wanted, 0, b"", (DECIDED, 0, 0.0, "one"))
         assert states.allocate("one", 99) is not None
         sequence = states.sequence("one")
         num_cached = len(sequence)

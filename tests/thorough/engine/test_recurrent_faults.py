@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from specdec.core.messages import Epoch, Live, Open, Plan
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
-from specdec.engine.sequences import SequenceStates
+from specdec.engine.sequences import DECIDED, SequenceStates
 from specdec.engine.target import ModelTarget
 from specdec.executor.rows import RowInput
 from specdec.executor.snapshot_runner import SnapshotRunner
@@ -104,7 +104,7 @@ def test_tokens_read_again_are_counted_up_only() -> None:
     tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(90)]
 
     def read(key: str, wanted: list[int]) -> None:
-        states.want(key, wanted, 0, b"", (False, 0, 0.0, key))
+        states.want(key, wanted, 0, b"", (DECIDED, 0, 0.0, key))
         assert states.allocate(key, 99) is not None
         sequence = states.sequence(key)
         runner.forward([RowInput(sequence, wanted[len(sequence) :], 1)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import specdec.executor.rows as rows_module
+import specdec.executor.recurrence as recurrence_module
 from specdec.cache.recurrent.slots import SequenceState, Window
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
@@ -73,12 +73,12 @@ def keep_refused(
     return replace(row, num_computed_tokens=max(state.newest, past))
 
 
-original_state_row = rows_module.state_row
+original_state_row = recurrence_module.state_row
 
 
 @pytest.mark.parametrize("family", EVERY_ONE)
 def test_the_comparison_sees_a_state_that_is_not_rolled_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "state_row", keep_refused)
+    monkeypatch.setattr(recurrence_module, "state_row", keep_refused)
     assert play(family, lambda game: [game.verify(5) for _ in range(3)]) > 1e-2
     assert play(family, lambda game: [game.draft(2) for _ in range(3)]) > 1e-2
 

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-import specdec.executor.rows as rows_module
+import specdec.executor.recurrence as recurrence_module
 from specdec.cache.recurrent.pool import StatePool, bytes_per_slot, checked_window, state_bytes
 from specdec.cache.recurrent.slots import SequenceState, StateSlots, Window
 from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
-from specdec.executor.rows import state_row
+from specdec.executor.recurrence import state_row
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.models.memory import plan_memory
@@ -32,7 +32,7 @@ def test_families_are_admitted(family: str) -> None:
 
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
 def test_a_model_whose_states_are_not_rolled_back_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "state_row", keep_refused)
+    monkeypatch.setattr(recurrence_module, "state_row", keep_refused)
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
         check_admission(make_runner(pair(family)[0]))
 
