@@ -2,7 +2,8 @@
 
 The draft is right at a set rate (:func:`benchmarks.gpu.pairs.chain_pair`). With it on the host router, ingress, target
 and drafter are the service's own, in this process, each worker on a thread of its own. On the GPU it drafts in turn.
-On the host its weights are in int8 and int4 (by torchao), and as they are; the one with the shortest step drafts.
+On the host its weights are in int8 and int4 (by torchao), as they are, and in int8 by OpenVINO; the one with the
+shortest step drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.several_drafters import Rates, Workers
 from benchmarks.step_times import measure_steps
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.errors import SpecdecError
-from specdec.core.types import Quantization, Tokens
+from specdec.core.types import Engine, Quantization, Tokens
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import Bounds, expected_tokens
 from specdec.engine.drafter import ModelDrafter
@@ -38,7 +39,10 @@ DRAFT_LENGTHS = (0, 1, 2, 4, 7)
 NUM_BRANCHES = 16
 FREE_CORES = 2
 """Left to the threads of target and router."""
-WAYS: tuple[Quantization, ...] = ("int8", "int4", "none")
+WAYS: dict[str, tuple[Engine, Quantization]] = {
+    **{way: ("transformers", way) for way in ("int8", "int4", "none")},
+    "openvino_int8": ("openvino", "int8"),
+}
 
 
 @dataclass(frozen=True)
@@ -133,15 +137,22 @@ def step_times(target: TargetBackend, drafter: DraftBackend, sizes: Sizes) -> tu
 def fastest(report: Report, target: TargetBackend, folder: Path, sizes: Sizes) -> ModelDrafter:
     """The draft in each of ``WAYS`` on the host; gives the one with the shortest step."""
     found: list[tuple[float, ModelDrafter]] = []
-    for way in WAYS:
-        dtype = "float32" if way == "none" else "bfloat16"
+    length = sizes.work.max_length
+    num_blocks = (sizes.work.num_rows + NUM_BRANCHES) * (length // 16 + 2)
+    for way, (engine, quantization) in WAYS.items():
+        dtype = "float32" if quantization == "none" else "bfloat16"
+        source = ModelSource(str(folder), dtype=dtype, device="cpu", quantization=quantization, engine=engine)
         try:
-            loaded = load_model(ModelSource(str(folder), dtype=dtype, device="cpu", quantization=way))
-        except SpecdecError as error:
+            loaded = load_model(source)
+            if engine == "transformers":
+                runner = ModelRunner(loaded, num_blocks=num_blocks)
+            else:
+                from specdec.executor.openvino.runner import OpenVINORunner
+
+                runner = OpenVINORunner(loaded, num_blocks=num_blocks, quantization=quantization)
+        except (SpecdecError, ImportError) as error:
             report.say(f"on the host, {way}: {error}")
             continue
-        length = sizes.work.max_length
-        runner = ModelRunner(loaded, num_blocks=(sizes.work.num_rows + NUM_BRANCHES) * (length // 16 + 2))
         sampler = Sampler(runner.vocab_size)
         drafter = ModelDrafter(runner, sampler, max_model_len=length, max_num_batched_tokens=2048)
         target_s, draft_s = step_times(target, drafter, sizes)

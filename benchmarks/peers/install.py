@@ -39,6 +39,7 @@ class Peer:
 
 PEERS = {
     "ours": Peer("specdec"),
+    "ours_openvino": Peer("specdec, by OpenVINO"),
     "service": Peer("specdec"),
     "service_vllm": Peer("specdec, target in vLLM"),
     "service_vllm_sequential": Peer("specdec, target in vLLM, in turn"),

@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import venv
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,10 +25,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.modes.report import processor_name
-from benchmarks.peers.install import HERE, SkippedError, gguf_file, python_of, run
+from benchmarks.peers.install import HERE, SkippedError, gguf_file, python_of
 from cluster.models.demos import demo_folder
 
-OPENVINO = ("openvino==2026.4.1", "nncf==3.4.0")
 INSTALL_TIMEOUT_S = 900.0
 SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -54,10 +52,10 @@ SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
 """Shapes of SmolLM2-135M, and of Qwen3-0.6B but for its wider heads."""
 RUNTIMES = (
     *("ours-none", "ours-int8", "ours-int4", "ours-none*8", "ours-int8*8"),
-    *("openvino-none", "openvino-int8", "openvino-int4"),
+    *("openvino-none", "openvino-bfloat16", "openvino-int8"),
     *("llama_cpp-float32", "llama_cpp-q8_0", "llama_cpp-q4_0"),
 )
-"""Each with how its weights are held, and how many tokens a step reads where it is not one."""
+"""Each with how its weights are held, and how many tokens a step reads where it is not one. The first two are ours."""
 
 
 def model_folder(shape: str, work: Path) -> Path:
@@ -86,16 +84,7 @@ def command_of(runtime: str, folder: Path, work: Path) -> tuple[list[str], dict[
         python = python_of("llama_cpp", work, INSTALL_TIMEOUT_S)
         model = gguf_file(python, folder, weights, INSTALL_TIMEOUT_S)
         return [python, str(HERE / "step_llama_cpp.py"), str(model)], {"PYTHONPATH": ""}
-    if name == "ours":
-        return [sys.executable, "-m", "benchmarks.peers.step_ours", str(folder)], {}
-    environment = work / "venvs" / "openvino_steps"
-    python, done = str(environment / "bin" / "python"), environment / "installed"
-    if not done.exists():
-        venv.create(environment, with_pip=True, clear=True)
-        run([python, "-m", "pip", "install", "--quiet", "--no-input", *OPENVINO], INSTALL_TIMEOUT_S)
-        done.touch()
-    libraries = Path(torch.__file__).parents[1]  # the layers that are traced are those that we run
-    return [python, str(HERE / "step_openvino.py"), str(folder)], {"PYTHONPATH": str(libraries)}
+    return [sys.executable, "-m", "benchmarks.peers.step_ours", str(folder)], {}
 
 
 class Runtime:
@@ -112,7 +101,7 @@ class Runtime:
 
     def __init__(self, runtime: str, folder: Path, options: argparse.Namespace) -> None:
         command, environment = command_of(runtime, folder, options.work)
-        numbers = [str(options.threads), str(options.context), runtime.partition("-")[2]]
+        numbers = [str(options.threads), str(options.context), runtime.partition("-")[2], runtime.partition("-")[0]]
         threads = {"OMP_NUM_THREADS": str(options.threads)}
         log = options.work / f"{folder.name}-{runtime}.log"
         with log.open("w") as errors:

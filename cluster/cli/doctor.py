@@ -154,6 +154,7 @@ class Findings:
         pair: What holds for both together: see :class:`specdec.checkpoint.compat.PairReport`.
         drafters: Of each further drafter, by its name.
         engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
+        is_paired: Whether both models are in one process, where nothing overlaps.
         problems: Why the pair cannot be served, a line each; empty where it can.
         remarks: What else could not be found out.
     """
@@ -165,6 +166,7 @@ class Findings:
     pair: dict[str, Any] | None = None
     drafters: dict[str, DrafterFindings] = field(default_factory=dict)
     engine: str | None = None
+    is_paired: bool = False
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -182,6 +184,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     findings = Findings(machine, None)
     try:
         args = with_pair_placed(args, devices)
+        findings.is_paired = args.is_paired
         findings.placement = placement = placement_of(args, devices, can_grow=False)
     except InvalidParameterError as error:
         findings.problems.append(str(error))
@@ -375,7 +378,7 @@ def report(findings: Findings) -> Iterator[str]:
             yield _line("pair", f"fits together: {found.pair['num_shared_tokens']} tokens in common")
             yield from (_line("", note) for note in found.pair["notes"])
             if findings.target is not None and found.model is not None:
-                yield _line("", steps_line(found.model.step_s / findings.target.step_s))
+                yield _line("", steps_line(found.model.step_s / findings.target.step_s, findings.is_paired))
     yield from (_line("remark", remark) for remark in findings.remarks)
     yield from (_line("problem", problem) for problem in findings.problems)
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
@@ -385,7 +388,7 @@ EXPECTED_RATES = (0.6, 0.7, 0.8)
 """Shares of draft tokens that are accepted, for which it is said what to expect."""
 
 
-def steps_line(share: float) -> str:
+def steps_line(share: float, is_paired: bool = False) -> str:
     """How the draft's step stands to the target's, timed with nothing beside them, and what to expect of it."""
     takes = f"the draft's step takes {share:.2f} of the target's"
     if share >= 1:
@@ -399,6 +402,8 @@ def steps_line(share: float) -> str:
 
     where = f"where {' / '.join(map(str, EXPECTED_RATES))} of its tokens are accepted"
     in_turn = gains(Bounds(modes=frozenset({"sequential"})))
+    if is_paired:
+        return f"{takes}; {where}, in turn: at most {in_turn} times plain at one stream"
     return f"{takes}; {where}: at most {gains(Bounds())} times plain at one stream, in turn {in_turn}"
 
 

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 CONFIG_KEYS = (
     "demo",
-    *(f"{role}.{name}" for role in ("target", "draft") for name in ("model", "revision", "token", "dtype", "device")),
+    *(
+        f"{role}.{name}"
+        for role in ("target", "draft")
+        for name in ("model", "revision", "token", "engine", "dtype", "device")
+    ),
     "draft.method",
     "draft.heads",
     "draft.tree_tokens",

@@ -156,7 +156,7 @@ class AppArgs(StrictModel):
         (), description="the model's name in the API; requests may give further ones, answers give the first"
     )
     max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
-    block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache; 32 by openvino")
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
@@ -327,22 +327,24 @@ class AppArgs(StrictModel):
             and not (self.draft.takes_demo_heads and self.is_plain_demo)
         ):
             raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
-        if self.draft.has_heads and self.target.engine == "vllm":
-            raise refused_key("draft.method", "draft.method: vLLM's engine takes no heads")
+        if self.draft.has_heads and self.target.engine != "transformers":
+            raise refused_key("draft.method", "draft.method: heads need target.engine: transformers")
         if self.is_paired:
             self._check_paired()
         if self.drafters:
             self._check_drafters()
         if self.lora.is_enabled and self.target.engine != "transformers":
-            raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
+            raise refused_key("lora", "lora: adapters need target.engine: transformers")
+        if self.lora.has_draft_adapters and self.draft.engine != "transformers":
+            raise refused_key("lora", "lora: the draft's adapters need draft.engine: transformers")
         if self.receipts.key_file is not None and self.target.engine != "transformers":
-            raise refused_key("receipts.key_file", "receipts.key_file: vLLM's engine gives no receipts: leave it out")
+            raise refused_key("receipts.key_file", "receipts.key_file: receipts need target.engine: transformers")
         if self.logprobs_mode != "raw_logprobs" and self.target.engine == "vllm":
             raise refused_key("logprobs_mode", "logprobs_mode: vLLM's engine reports raw_logprobs here")
         if self.logprobs_mode != "raw_logprobs" and self.receipts.key_file is not None:
             raise refused_key("logprobs_mode", "logprobs_mode: receipts tell raw_logprobs: leave out receipts.key_file")
-        if self.exactness == "strict" and self.target.engine == "vllm":
-            raise refused_key("exactness", "exactness: strict needs our own engine: vLLM's may round drafts otherwise")
+        if self.exactness == "strict" and self.target.engine != "transformers":
+            raise refused_key("exactness", "exactness: strict needs target.engine: transformers")
         if self.exactness == "strict" and self.target.quantization != "none":
             raise refused_key("exactness", "exactness: strict needs target.quantization: none")
         if self.exactness == "strict" and self.acceptance != "coupled":
@@ -361,6 +363,8 @@ class AppArgs(StrictModel):
             raise refused_key(key, f"{says} needs a draft model: give draft too")
         if self.target.engine == "vllm":
             raise refused_key(key, f"{says} needs our own engine: vLLM's target takes drafts of a separate draft model")
+        if self.draft.engine != self.target.engine:
+            raise refused_key(key, f"{says} needs one engine for both models")
         if self.draft.has_heads:
             raise refused_key(key, f"{says}: heads draft in the target's process too: leave out one of both")
         if self.speculation_mode in ("overlap", "outcomes"):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from cluster.config.base import StrictModel
-from specdec.core.types import Quantization
+from specdec.core.types import Engine, Quantization
 from specdec.drafting.registry import HEADS
 from specdec.engine.vllm.checks import refused_argument
 
@@ -67,9 +67,10 @@ class ModelConfig(StrictModel):
     device_map: str | dict[str, int | str] | None = Field(
         None, description="accelerate's device map, for several devices"
     )
+    engine: Engine = Field("transformers", description="transformers: on any device; openvino: on CPUs, faster")
     quantization: Quantization = Field(
         "none",
-        description="hold linear layers' weights in fewer bits, by torchao; int4 needs dtype bfloat16",
+        description="hold linear layers' weights in fewer bits; int4 needs dtype bfloat16, openvino takes int8",
     )
     kv_cache_memory: MemoryAmount = Field(
         "auto", description="cache memory: auto, a fraction of free memory, or an amount such as 512MiB"
@@ -79,6 +80,22 @@ class ModelConfig(StrictModel):
     @classmethod
     def _from_string(cls, data: Any) -> Any:
         return {"model": data} if isinstance(data, str) else data
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether it takes no GPU, also where there is one."""
+        return self.device == "cpu" or self.engine == "openvino"
+
+    @model_validator(mode="after")
+    def _fits_openvino(self) -> ModelConfig:
+        if self.engine == "openvino":
+            if self.device not in ("auto", "cpu") or self.device_map is not None:
+                raise ValueError("engine openvino is for CPUs: leave out device and device_map")
+            if self.dtype == "float16":
+                raise ValueError("engine openvino takes dtype float32 or bfloat16, not float16")
+            if self.quantization not in ("none", "int8"):
+                raise ValueError(f"engine openvino takes quantization none or int8, not {self.quantization}")
+        return self
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> ModelConfig:
@@ -92,8 +109,9 @@ class ModelConfig(StrictModel):
 class TargetConfig(ModelConfig):
     """The model that answers, and the engine that runs it."""
 
-    engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="transformers: our own; vllm: vLLM's, in an environment that has it"
+    engine: Literal["transformers", "openvino", "vllm"] = Field(  # type: ignore[assignment]  # a draft's, and vLLM's
+        "transformers",
+        description="transformers: on any device; openvino: on CPUs, faster; vllm: vLLM's, in its environment",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -108,7 +126,7 @@ class TargetConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> TargetConfig:
-        if self.engine == "transformers":
+        if self.engine != "vllm":
             if self.engine_args or self.python is not None or self.allow_untested:
                 raise ValueError("engine_args, python and allow_untested need engine: vllm")
             return self

@@ -129,6 +129,8 @@ def _of_model(role: Role, model: ModelConfig) -> GpuDemand:
             key = f"{role}.engine_args"
             raise InvalidParameterError(key, f"{key}: tensor_parallel_size must be a whole number, at least 1")
         return GpuDemand(size if size > 1 else None, "any")
+    if model.is_on_cpu:
+        return GpuDemand(0, "cpu")
     if isinstance(model.device_map, dict):
         indices = {_gpu_index(device) for device in model.device_map.values()} - {None}
         return GpuDemand(1.0 + max(map(int, indices)), "gpu") if indices else GpuDemand(0, "cpu")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from cluster.config.app import AppArgs, Demo
 from cluster.config.models import Dtype, ModelConfig, TargetConfig
 from cluster.models.demos import demo_folder
-from specdec.checkpoint.fingerprint import digest, model_fingerprint, torchao_version, vocabulary_fingerprint
+from specdec.checkpoint.fingerprint import digest, model_fingerprint, optional_version, vocabulary_fingerprint
 from specdec.core.errors import InvalidParameterError
 from specdec.core.types import Fingerprints
 from specdec.engine.vllm.checks import VERSION
@@ -84,9 +84,12 @@ def _engine(args: AppArgs, model: ModelConfig) -> list[str]:
         # The other processes have no vLLM, and other versions of torch and transformers.
         of_engine = [f"vllm {VERSION}", json.dumps(model.engine_args, sort_keys=True, default=str)]
         return [] if dtype == "float32" and not model.engine_args else of_engine
-    quantized = [] if model.quantization == "none" else [model.quantization, f"torchao {torchao_version()}"]
-    if dtype == "float32" or (dtype == "auto" and model.device == "cpu"):
+    engine = f"openvino {optional_version('openvino')}" if model.engine == "openvino" else ""
+    quantized = []
+    if model.quantization != "none":
+        quantized = [model.quantization, engine or f"torchao {optional_version('torchao')}"]
+    if dtype == "float32" or (dtype == "auto" and model.is_on_cpu):
         return quantized
-    device = "cpu" if model.device == "cpu" else "any"
+    device = "cpu" if model.is_on_cpu else "any"
     versions = [f"torch {version('torch')}", f"transformers {version('transformers')}"]
-    return [*versions, device, *quantized]
+    return [*versions, *filter(None, [engine]), device, *quantized]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specdec.checkpoint.weight_files import check_weight_files
 from specdec.core.errors import ModelLoadError, ServiceUnavailableError
@@ -225,16 +225,24 @@ def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | 
         raise ModelLoadError(f"the vocabulary of {path} cannot be read: {error}") from error
 
 
-def torchao_version() -> str:
-    """The version of torchao.
+_OPTIONAL = {
+    "torchao": ("quantization needs torchao", "quantization"),
+    "openvino": ("engine: openvino needs OpenVINO", "openvino"),
+}
+"""Packages that not everybody has: what needs each, and the extra that brings it."""
+
+
+def optional_version(package: Literal["torchao", "openvino"]) -> str:
+    """The version of a package that an extra brings.
 
     Raises:
         ModelLoadError: It is not installed.
     """
     try:
-        return version("torchao")
+        return version(package)
     except PackageNotFoundError:
-        raise ModelLoadError("quantization needs torchao: pip install 'specdec-serve[quantization]'") from None
+        needs, extra = _OPTIONAL[package]
+        raise ModelLoadError(f"{needs}: pip install 'specdec-serve[{extra}]'") from None
 
 
 def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -24,6 +24,9 @@ Progress = Callable[[str], None]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 """A model's weights: as its checkpoint has them, or in fewer bits."""
 
+Engine = Literal["transformers", "openvino"]
+"""What runs a model: transformers' layers on any device, or OpenVINO on a CPU."""
+
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log probabilities at one position, from the target's own row.

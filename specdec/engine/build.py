@@ -13,6 +13,7 @@ import torch
 
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import check_width
+from specdec.checkpoint.fingerprint import optional_version
 from specdec.core.drafts import MAX_TREE_TOKENS
 from specdec.core.errors import MemoryPlanError, ModelLoadError
 from specdec.core.params import LogprobsMode
@@ -22,8 +23,9 @@ from specdec.engine.drafter import ModelDrafter, VocabularyMapper
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.shares import on_one_gpu
 from specdec.engine.target import ModelTarget
-from specdec.engine.warmup import StepLimits, measure_step, warm_sampling
+from specdec.engine.warmup import StepLimits, measure_step, process_bytes, warm_sampling
 from specdec.executor.graphs import ExecutorLimits
+from specdec.executor.openvino.checks import BLOCK_SIZE
 from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
@@ -277,6 +279,10 @@ def _build(
     A step has at most ``num_branches`` rows beside those of the sequences. A draft whose vocabulary is not the target's
     has logits in the target's as well, ``mapped_vocab_size`` wide.
     """
+    is_openvino = source.engine == "openvino"
+    if is_openvino:
+        options = replace(options, block_size=BLOCK_SIZE, executor="eager", measures_step=False)
+        optional_version("openvino")
     loaded = load_model(source, progress)
     reason = "" if options.strict_tile_tokens is None else no_strict_reason(loaded)
     if options.strict_tile_tokens == 0:
@@ -296,14 +302,20 @@ def _build(
             raise ModelLoadError(f"{loaded.name}: strict_tile_tokens: 0 needs recorded steps: set executor: graphs")
         with allocation(MemoryPlanError, f"the products of {loaded.name} that are compared do not fit"):
             use_unsplit_products(loaded, limits.graph_sizes)
-    memory = _planned(
-        loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size, limits
-    )
+    copies = None
+    if is_openvino:  # which has a copy of them, laid out for its products
+        copied = {loaded.device: loaded.weights_bytes}
+        copies = StepMemory(copied, process_bytes(loaded), copy_bytes=loaded.weights_bytes)
+    num_rows = options.max_num_seqs + num_branches
+    memory = _planned(loaded, length, vocab_size, heads, options, num_rows, mapped_vocab_size, limits, copies)
     if progress is not None and not options.skip_parity_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
-        runner, admission = _admitted(loaded, memory, vocab_size, options, limits)
+        if is_openvino:
+            runner, admission = _admitted_openvino(source, loaded, memory, vocab_size, options)
+        else:
+            runner, admission = _admitted(loaded, memory, vocab_size, options, limits)
         if options.strict_tile_tokens is not None:
             check_bits(runner)
     notes = (*_notes(runner, options), *_memory_notes(loaded.name, memory))
@@ -322,10 +334,10 @@ def _planned(
     max_num_rows: int,
     mapped_vocab_size: int | None,
     graphs: ExecutorLimits | None,
+    step: StepMemory | None,
 ) -> MemoryPlan:
-    """Memory for weights, for a step of the largest size, for recorded steps, and for the cache."""
+    """Memory for weights, for the cache, and beside them for ``step``, or for a measured one and recorded steps."""
     window = window_for(loaded, options.rollback_tokens)
-    step = None
     if options.measures_step:
         limits = StepLimits(max_num_rows, _max_num_batched_tokens(loaded, options))
         what = f"{loaded.name} and a step of max_num_batched_tokens ({limits.max_num_batched_tokens})"
@@ -392,6 +404,21 @@ def _admitted(
             runner = SnapshotRunner(loaded, reads_many=True, window_tokens=options.rollback_tokens, **common)
             return runner, check_admission(runner)
     runner = SnapshotRunner(loaded, reads_many=False, window_tokens=options.rollback_tokens, **common)
+    return runner, None if options.skip_parity_check else check_admission(runner)
+
+
+def _admitted_openvino(
+    source: ModelSource, loaded: LoadedModel, memory: MemoryPlan, vocab_size: int, options: BackendOptions
+) -> tuple[ModelRunner, AdmissionReport | None]:
+    """The same with OpenVINO."""
+    try:
+        from specdec.executor.openvino.runner import OpenVINORunner
+    except ImportError as error:  # of another version
+        what = f"engine: openvino does not run with OpenVINO {optional_version('openvino')}"
+        raise ModelLoadError(f"{what}: pip install 'specdec-serve[openvino]' brings one that does: {error}") from error
+    runner = OpenVINORunner(
+        loaded, num_blocks=memory.num_blocks, vocab_size=vocab_size, quantization=source.quantization
+    )
     return runner, None if options.skip_parity_check else check_admission(runner)
 
 

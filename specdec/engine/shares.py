@@ -25,7 +25,7 @@ def on_one_gpu(target: ModelSource, draft: ModelSource | None) -> bool:
 
     A model spread by a device map may be on every GPU.
     """
-    if draft is None or "cpu" in (target.device, draft.device):
+    if draft is None or any(one.device == "cpu" or one.engine == "openvino" for one in (target, draft)):
         return False
     return bool(target.device_map or draft.device_map) or _gpu(target.device) == _gpu(draft.device)
 

@@ -108,7 +108,7 @@ def measure_step(
         torch.OutOfMemoryError: The device has no room for it.
     """
     devices = {parameter.device for parameter in loaded.model.parameters()} | {loaded.device}
-    held_bytes = resident_bytes()
+    beside_bytes = process_bytes(loaded)
     with _measured(devices) as peaks:
         try:
             if loaded.opaque_state is not None:
@@ -132,9 +132,16 @@ def measure_step(
     graphs_bytes = 0 if graphs is None else _graphs_bytes(loaded, graphs, vocab_size, heads)
     num_samplers = 1 if mapped_vocab_size is None else 2
     peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES + graphs_bytes
-    beside = 0 if held_bytes is None else max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
-    beside += beside // _GROWTH_SHARE
-    return StepMemory(peaks, beside if loaded.device.type == "cpu" else 0, graphs_bytes)
+    return StepMemory(peaks, beside_bytes, graphs_bytes)
+
+
+def process_bytes(loaded: LoadedModel) -> int:
+    """What this process takes and may come to take beside a model on a CPU; 0 where nothing tells, and on a GPU."""
+    held_bytes = resident_bytes()
+    if held_bytes is None or loaded.device.type != "cpu":
+        return 0
+    beside = max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
+    return beside + beside // _GROWTH_SHARE
 
 
 def _run_steps(

@@ -33,7 +33,7 @@ from specdec.checkpoint.configuration import eos_token_ids, generation_defaults,
 from specdec.checkpoint.weight_files import check_weight_files, local_folder, tensor_bytes
 from specdec.core.errors import ModelLoadError, SpecdecError
 from specdec.core.params import GenerationDefaults
-from specdec.core.types import Progress, Quantization
+from specdec.core.types import Engine, Progress, Quantization
 from specdec.kernels.attention import ATTENTION_NAME, register_attention
 from specdec.models.hidden import HiddenStates
 from specdec.models.lora.slots import AdapterSlots, LoRAConfig
@@ -171,6 +171,7 @@ class ModelSource:
             all on ``device``.
         quantization: Weights of linear layers in fewer bits: see :func:`specdec.models.quantization.quantizing`.
         adapters: Room for LoRA adapters; None serves none.
+        engine: ``openvino`` runs its steps on CPUs; ``transformers`` runs transformers' layers on any device.
     """
 
     path: str
@@ -181,6 +182,7 @@ class ModelSource:
     device_map: str | dict[str, int | str] | None = None
     quantization: Quantization = "none"
     adapters: LoRAConfig | None = None
+    engine: Engine = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,8 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     report = progress or _say_nothing
     report(f"reading the configuration of {source.path}")
     config = load_config(source)
+    if source.engine == "openvino":  # which quantizes by itself
+        source = replace(source, quantization="none", device="cpu" if source.device == "auto" else source.device)
     device = _device(source.device)
     dtype = _dtype(source.dtype, device)
     place = "" if Path(source.path).expanduser().is_dir() else ", downloaded first where the cache lacks it"
@@ -253,7 +257,8 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     loaded = prepare_model(model, source.path)
     if source.quantization != "none" and not any(map(is_quantized, loaded.model.modules())):
         raise ModelLoadError(f"no layer of {source.path} can be quantized by {source.quantization}")
-    pack_int8(loaded.model)
+    if source.quantization == "int8":
+        pack_int8(loaded.model)
     if source.adapters is not None:
         loaded = replace(loaded, adapters=_adapter_slots(loaded, source.adapters))
     report(

@@ -41,11 +41,13 @@ class StepMemory:
             what recorded steps hold all the time.
         process_bytes: Of the process on a CPU beside the model: the interpreter, libraries, other models.
         graphs_bytes: Of steps recorded as CUDA graphs; part of ``activation_bytes``.
+        copy_bytes: Of weights that another engine is to lay out anew; part of ``activation_bytes``.
     """
 
     activation_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     process_bytes: int = 0
     graphs_bytes: int = 0
+    copy_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,9 @@ class MemoryPlan:
         weights_bytes: Of the weights, which are there already.
         budget_bytes: What the cache was allowed to take.
         adapter_bytes: Of the slots for adapters, which are there already.
-        activation_bytes: Of a step of the largest size and of recorded steps, measured; 0 where that was not done.
+        activation_bytes: Of a step of the largest size and of recorded steps, measured, and of copies of weights.
         graphs_bytes: Of these what recorded steps take.
+        copy_bytes: Of these what copies of weights take.
         process_bytes: Of the process on a CPU beside the model.
         available_bytes: What the plan has to fit into: free memory and what the process holds already.
         num_state_slots: Sequences and branches whose recurrent states are held at once; 0 without recurrent layers.
@@ -87,6 +90,7 @@ class MemoryPlan:
     adapter_bytes: int = 0
     activation_bytes: int = 0
     graphs_bytes: int = 0
+    copy_bytes: int = 0
     process_bytes: int = 0
     available_bytes: int = 0
     num_state_slots: int = 0
@@ -106,7 +110,8 @@ class MemoryPlan:
         """The plan in a line."""
         parts = [f"weights {_mib(self.weights_bytes)}"]
         parts += [f"adapters {_mib(self.adapter_bytes)}"] if self.adapter_bytes else []
-        step_bytes = self.activation_bytes - self.graphs_bytes
+        parts += [f"their copy {_mib(self.copy_bytes)}"] if self.copy_bytes else []
+        step_bytes = self.activation_bytes - self.graphs_bytes - self.copy_bytes
         parts += [f"a step {_mib(step_bytes)} (measured)"] if step_bytes else []
         parts += [f"CUDA graphs {_mib(self.graphs_bytes)} (measured)"] if self.graphs_bytes else []
         parts += [f"cache {_mib(self.cache_bytes)}"]
@@ -205,6 +210,7 @@ def _plan(needs: _Needs, step: StepMemory, budget: int, num_slots: int, num_bloc
         adapter_bytes=loaded.adapter_bytes,
         activation_bytes=sum(step.activation_bytes.values()),
         graphs_bytes=step.graphs_bytes,
+        copy_bytes=step.copy_bytes,
         process_bytes=step.process_bytes,
         available_bytes=_available(loaded, step),
         num_state_slots=num_slots if needs.slot_bytes else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -78,7 +79,7 @@ class RouterMachine:
         self.fingerprints = fingerprints
         self.is_draining = False
         self.tracer: Tracer | None = None
-        self.counters = RouterCounters()
+        self.counters = RouterCounters(num_worker_deaths=Counter(dict.fromkeys(("target", *self.drafters), 0)))
         self.planning = Planning(planner)
         self._times = times
         self._outlives_contract = outlives_contract

@@ -324,7 +324,7 @@ class RouterCounters:
     num_reused_prompt_tokens: int = 0
     num_placements: Counter[str] = field(default_factory=lambda: Counter(some=0, none=0))
     num_resyncs: Counter[str] = field(default_factory=Counter)
-    num_worker_deaths: Counter[str] = field(default_factory=lambda: Counter(target=0, drafter=0))
+    num_worker_deaths: Counter[str] = field(default_factory=Counter)
 
     def metrics(self) -> dict[str, float]:
         """The counters by name; those by reason or kind are named ``num_resyncs/<reason>``, and so on."""

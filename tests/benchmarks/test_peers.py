@@ -141,4 +141,4 @@ def test_models_for_older_engines(tmp_path: Path) -> None:
 def test_unknown_peers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*PAIR, "--work", str(tmp_path), "--peers", "ours,theirs"])
-    assert "theirs is none of ours, service" in capsys.readouterr().err
+    assert "theirs is none of ours, ours_openvino, service" in capsys.readouterr().err

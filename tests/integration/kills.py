@@ -261,6 +261,14 @@ def under_kill(service: RunningService, streams: Streams, *victims: str) -> Afte
     return Aftermath(ended, unreachable_s)
 
 
+def compared_under_kill(service: RunningService, victim: str) -> Comparison:
+    """Eight streams while a process dies, against the same streams undisturbed."""
+    streams = Streams(service.url, service.model, count=8, max_tokens=300)
+    with streams.running() as finish:
+        undisturbed = finish()
+    return Comparison.of(under_kill(service, streams, victim).streams, undisturbed)
+
+
 def answers(service: RunningService) -> bool:
     """Whether a new connection is taken, and a request on it answered."""
     try:

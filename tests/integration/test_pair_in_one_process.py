@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.drains import under_sigterm
-from tests.integration.kills import Comparison, Streams, under_kill
+from tests.integration.kills import Streams, compared_under_kill
 from tests.integration.running import RunningService
 
 
@@ -48,10 +48,7 @@ def test_by_either_rule_greedy_texts_are_the_same(service: RunningService) -> No
 
 
 def test_a_killed_pair_changes_no_stream(service: RunningService) -> None:
-    streams = Streams(service.url, service.model, count=8, max_tokens=300)
-    with streams.running() as finish:
-        undisturbed = finish()
-    compared = Comparison.of(under_kill(service, streams, "target").streams, undisturbed)
+    compared = compared_under_kill(service, "target")
     assert not compared.broken
     assert compared.is_exact
 

@@ -1,6 +1,6 @@
 """Room for several adapters beside a model's linear layers; in a step each token uses its own sequence's.
 
-Which adapters lie on the device: those of the sequences that came first, and else those used last.
+Which adapters lie on the device: those of the sequences that are first in order, and else those used last.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ class _Reading(NamedTuple):
 class AdapterPool:
     """Adapters by what is in them, loaded when a sequence needs them. Used by one thread; each file is read by its own.
 
-    Where there are more than slots, those of the sequences that came first have them, as long as these last; sequences
-    with others wait. Of what nobody needs, the least recently used one goes first. A file that hangs holds a
+    Where there are more than slots, those of the sequences that are first in order have them, as long as these last;
+    sequences with others wait. Of what nobody needs, the least recently used one goes first. A file that hangs holds a
     thread, and no slot.
 
     Args:

@@ -154,6 +154,7 @@ OF_VLLM = {
     "target.allow_untested": True,
 }
 NOT_TOGETHER = OF_VLLM | {
+    "draft.engine": "openvino",
     "logprobs_mode": "processed_logprobs",
     "exactness": "strict",
     "target.engine": "vllm",

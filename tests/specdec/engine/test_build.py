@@ -94,6 +94,7 @@ def test_one_model_takes_most_of_its_gpu_and_no_more_than_is_free() -> None:
         ({"device": "cuda:1"}, {"device": "cuda:1"}, True),
         ({"device": "cuda:0"}, {"device": "cuda:1"}, False),
         ({}, {"device": "cpu"}, False),
+        ({}, {"engine": "openvino"}, False),
         ({"device_map": "auto"}, {"device": "cuda:1"}, True),
     ],
 )

@@ -132,6 +132,8 @@ def test_sequences_without_the_drafter_of_their_plan_are_counted():
 
 def test_a_sequence_that_one_of_several_drafters_drafts_for_is_not_without():
     machine = router("T0", drafters=("drafter", "cpu"))
+    deaths = {kind: machine.metrics()[f"num_worker_deaths/{kind}"] for kind in ("target", "drafter", "cpu")}
+    assert set(deaths.values()) == {0}, "a rate sees the first death of what was 0 before"
     machine.worker_joined("C0", "cpu", 0.0)
     submit(machine, "a")
     assert machine.metrics()["num_without_drafter"] == 0
