@@ -57,9 +57,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._machine.workers.affinity_slack = args.affinity_slack
         self._kinds: tuple[WorkerKind, ...] = ("target", *drafters) if args.has_drafters else ("target",)
         groups = [_group(kind, args.pools.get(kind)) for kind in self._kinds]
-        self._router_host = self.start_router(
-            self._machine, workers=groups, fingerprints=own, on_seen=self._machine.worker_seen
-        )
+        self._router_host = self.start_router(self._machine, workers=groups, fingerprints=own)
         self._least = _min_workers(args)
         self._wakers: dict[WorkerKind, Waker] = {}
         self._exposed = ExposedDrafts()

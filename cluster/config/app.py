@@ -113,7 +113,9 @@ class ProtocolTimes(StrictModel):
     renew_grace_s: float = Field(
         0.5, gt=0, le=60, description="renewals leave out what was opened less than this long ago"
     )
-    peer_timeout_s: float = Field(30.0, gt=0, le=3600, description="a peer silent for so long counts as dead")
+    peer_timeout_s: float = Field(
+        30.0, gt=0, le=3600, description="a request goes to another router when its own says nothing for so long"
+    )
     max_unacked_tokens: int = Field(
         256, ge=1, le=65536, description="tokens a target commits past the last acknowledgement"
     )

@@ -327,7 +327,6 @@ class RouterEndpoint(_DrainingEndpoint):
         workers: Sequence[PeerGroup[Any]],
         times: LinkTimes = DEFAULT_TIMES,
         fingerprints: Fingerprints = UNKNOWN,
-        on_seen: Callable[[str, float], None] | None = None,
     ) -> LoopHost[Any]:
         """Run a machine on the event loop, with links from all live workers and ingress replicas.
 
@@ -337,7 +336,6 @@ class RouterEndpoint(_DrainingEndpoint):
             times: How patient links are.
             fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
                 the same ``decision``.
-            on_seen: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
         """
         host: LoopHost[Any] = LoopHost(machine)
         self._open(host, LOOP_TIMEOUT_S, times, fingerprints)
@@ -346,8 +344,6 @@ class RouterEndpoint(_DrainingEndpoint):
         self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
         self._streams = StreamAnswerer(answerer.answer)
-        if on_seen is not None:
-            host.on_heartbeat = lambda peer: host.tell(lambda _machine, now_s: on_seen(peer, now_s))
         return host
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:

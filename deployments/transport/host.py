@@ -143,7 +143,6 @@ class Host(ABC, Generic[M]):
 
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
-        on_heartbeat: Called with a peer from whom nothing but a sign of life has come.
         on_failed: Called once on the event loop with what the machine raised; nothing is done with it from then on.
     """
 
@@ -155,7 +154,6 @@ class Host(ABC, Generic[M]):
         self._is_stopped = False
         self.last_progress_s = time.monotonic()
         self.num_dropped_messages = 0
-        self.on_heartbeat: Callable[[str], None] | None = None
         self.on_failed: Callable[[Exception], None] | None = None
 
     @abstractmethod

@@ -86,8 +86,6 @@ async def carry(channel: Channel, peer: str, host: Host[Any], mailbox: Mailbox, 
             batch = reader.decode(frame, Messages).batch
             if batch:
                 host.post(batch)
-            elif host.on_heartbeat is not None:
-                host.on_heartbeat(peer)
             if len(frame) > _LONG_FRAME_BYTES:
                 await asyncio.sleep(0)  # others have their turn before the next frame is decoded
 

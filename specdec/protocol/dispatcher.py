@@ -119,7 +119,6 @@ class Worker:
 
     Attributes:
         metrics: Its newest ones.
-        is_silent: Nothing was heard for too long; it gets no sequence until it is heard again.
         is_draining: It takes no sequences any more (rule 15).
         is_other_model: It has refused a sequence because its model is another (rule 14).
         numeric: The numeric contract that its heartbeats name (rule 17); empty before the first.
@@ -129,9 +128,7 @@ class Worker:
     """
 
     kind: WorkerKind
-    last_seen_s: float
     metrics: dict[str, float] = field(default_factory=dict)
-    is_silent: bool = False
     is_draining: bool = False
     is_other_model: bool = False
     numeric: str = ""
@@ -142,7 +139,7 @@ class Worker:
     @property
     def takes_sequences(self) -> bool:
         """Whether sequences may be opened on it."""
-        return not (self.is_silent or self.is_draining or self.is_other_model)
+        return not (self.is_draining or self.is_other_model)
 
 
 class WorkerPool:
@@ -168,9 +165,9 @@ class WorkerPool:
         """A worker that can be reached."""
         return None if name is None else self._workers.get(name)
 
-    def add(self, name: str, kind: WorkerKind, now_s: float) -> Worker:
+    def add(self, name: str, kind: WorkerKind) -> Worker:
         """A worker can be reached, or can be reached again: nothing is known of it."""
-        worker = self._workers[name] = Worker(kind, now_s)
+        worker = self._workers[name] = Worker(kind)
         return worker
 
     def remove(self, name: str) -> None:
@@ -178,8 +175,8 @@ class WorkerPool:
         self._workers.pop(name, None)
 
     def worker_metrics(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
-        """The newest counters of every worker that is heard, by its name."""
-        return {name: (worker.kind, worker.metrics) for name, worker in self if not worker.is_silent}
+        """The newest counters of every worker, by its name."""
+        return {name: (worker.kind, worker.metrics) for name, worker in self}
 
     def _able(self, kind: WorkerKind, apart_from: Container[str] = ()) -> dict[str, Worker]:
         workers = self._workers.items()

@@ -28,7 +28,8 @@ class Times:
         renew_interval_s: Period of Live and Want, which renew; a small part of a lease.
         retry_interval_s: A verdict or commit that is not acknowledged for so long is sent again.
         renew_grace_s: Live and Want leave out what was opened less than this long ago, lest they overtake its opening.
-        peer_timeout_s: A peer that says nothing for so long counts as dead. The end of its stream tells much sooner.
+        peer_timeout_s: An ingress submits a request elsewhere when its router says nothing of it for so long. The end
+            of a link tells much sooner.
         max_unacked_tokens: Most tokens a target commits past the last acknowledgement.
     """
 

@@ -44,7 +44,7 @@ class RouterMachine:
     """Holds the log of record per sequence, places, relays, plans and recovers.
 
     A plain state machine: messages in by ``receive``, timers by ``step``, messages out by ``take_outbox``. Workers come
-    and go by ``worker_joined`` and ``worker_lost``; one that is silent too long counts as lost until it is heard again.
+    and go by ``worker_joined`` and ``worker_lost``: whoever carries the messages tells when a link begins and ends.
 
     Args:
         name: By which its peers know it.
@@ -145,7 +145,7 @@ class RouterMachine:
 
     def worker_joined(self, name: str, kind: WorkerKind, now_s: float) -> None:
         """A worker can be reached; sessions without one of its kind are opened on it."""
-        worker = self.workers.add(name, kind, now_s)
+        worker = self.workers.add(name, kind)
         for session in self._sessions:
             for link in session.links:
                 if link.worker == name:  # it was reached again: what it held may be gone
@@ -158,13 +158,15 @@ class RouterMachine:
 
     def worker_lost(self, name: str, now_s: float) -> None:
         """A worker is gone: its sessions are opened elsewhere from the log, or wait for the next worker (rule 8)."""
-        self._lose(name, now_s, is_gone=True)
-
-    def worker_seen(self, name: str, now_s: float) -> None:
-        """A worker's link is alive, though its machine may be in a long step; others are ignored."""
         worker = self.workers.get(name)
-        if worker is not None and not worker.is_silent:
-            worker.last_seen_s = now_s
+        is_only_one = worker is not None and worker.metrics.get("num_sequences", 0.0) <= 1
+        if worker is not None and not worker.is_draining:
+            self.counters.num_worker_deaths[worker.kind] += 1
+        self.workers.remove(name)
+        self.planning.lost(name)
+        for session in self._dispatcher.lose(name, self._sessions, now_s, is_only_one=is_only_one):
+            self._finish(session, "error", _AT_FAULT)
+        self._dispatcher.try_suspects(now_s)
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
@@ -191,7 +193,7 @@ class RouterMachine:
             self._finish(session, "error", reason)
 
     def step(self, now_s: float) -> bool:
-        """Timers: leases, renewals, repeats, silence, reviews. To be called in each turn of its driver; False."""
+        """Timers: leases, renewals, repeats, reviews. To be called in each turn of its driver; False."""
         for session in self._sessions.expire(now_s):
             self._end(session)
         self._dispatcher.try_suspects(now_s)
@@ -200,10 +202,6 @@ class RouterMachine:
         if now_s < self._renewed_s + self._times.renew_interval_s:
             return False
         self._renewed_s = now_s
-        for name, worker in self.workers:
-            if not worker.is_silent and now_s - worker.last_seen_s > self._times.peer_timeout_s:
-                worker.is_silent = True
-                self._lose(name, now_s, is_gone=False)
         self._end_replaced()
         self._send_away(now_s)
         for session in self._sessions:
@@ -347,13 +345,10 @@ class RouterMachine:
         if session.span is not None:
             session.span.add(num_tokens=len(new.provenance))
         self.planning.decided(session.seq, new, now_s)
-        # A target that began anew from an older log may fail before it has come to the end of this one.
-        is_at_end = message.finish == "error" or message.prefix_hash.length == len(session.log)
-        is_over = message.finish is not None and is_at_end
-        for link in () if is_over else session.drafting:
+        for link in session.drafting if message.finish is None else ():
             self._commit(session, link, link.sent)  # first: what is late here makes the next drafts late
         self._dispatcher.send(session.target, Ack(message.seq, message.epoch, len(session.log)))
-        if is_over and message.finish is not None:
+        if message.finish is not None:
             self._finish(session, message.finish, message.reason)
         elif session.sent_length < len(session.log):
             self._send_tokens(session, session.sent_length)
@@ -394,11 +389,7 @@ class RouterMachine:
         worker = self.workers.get(message.worker)
         if worker is None:
             return
-        if worker.is_silent:
-            self.worker_joined(message.worker, worker.kind, now_s)
-            worker = self.workers.get(message.worker)
-            assert worker is not None, "it has just joined"
-        worker.last_seen_s, worker.metrics, worker.numeric = now_s, message.metrics, message.numeric
+        worker.metrics, worker.numeric = message.metrics, message.numeric
         was_draining, worker.is_draining = worker.is_draining, bool(message.metrics.get("is_draining"))
         if worker.is_draining and not was_draining:
             self._dispatcher.hand_over(self._sessions, now_s)
@@ -437,15 +428,3 @@ class RouterMachine:
         if session is not None:
             self._dispatcher.close_all(session)
             self.planning.closed(session.seq)
-
-    def _lose(self, name: str, now_s: float, *, is_gone: bool) -> None:
-        worker = self.workers.get(name)
-        is_only_one = worker is not None and worker.metrics.get("num_sequences", 0.0) <= 1
-        if is_gone:
-            if worker is not None and not worker.is_draining:
-                self.counters.num_worker_deaths[worker.kind] += 1
-            self.workers.remove(name)
-        self.planning.lost(name)
-        for session in self._dispatcher.lose(name, self._sessions, now_s, is_only_one=is_only_one):
-            self._finish(session, "error", _AT_FAULT)
-        self._dispatcher.try_suspects(now_s)

@@ -155,12 +155,9 @@ async def test_silence_ends_a_link_on_both_sides(deaf: str) -> None:
 
 async def test_heartbeats_keep_an_idle_link() -> None:
     ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=1.0))
-    heard: list[str] = []
-    ends.router.on_heartbeat = heard.append
     link = await ends.linked()
     await asyncio.sleep(1.5)
     assert not link.done()
-    assert set(heard) == {"w"}
     link.cancel()
 
 

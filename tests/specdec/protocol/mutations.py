@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from specdec.core.log import PrefixHash, TokenLog
-from specdec.core.messages import Alive, End, Epoch, Live, Message, NewTokens, Notes, Resync, Verdict
+from specdec.core.messages import End, Epoch, Live, Message, NewTokens, Notes, Resync, Verdict
 from specdec.core.params import StopCondition
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.draft_sequence import DraftSequence
@@ -289,19 +289,6 @@ def drafter_n(patch: pytest.MonkeyPatch) -> None:
 
 
 # What these machines promise beyond the rules of the protocol.
-
-
-@mutation
-def heard_again(patch: pytest.MonkeyPatch) -> None:
-    """A worker that was silent is used again once it is heard."""
-    on_alive = RouterMachine._on_alive
-
-    def ignore_silent(self: RouterMachine, message: Alive, now_s: float) -> None:
-        worker = self.workers.get(message.worker)
-        if worker is not None and not worker.is_silent:
-            on_alive(self, message, now_s)
-
-    patch.setattr(RouterMachine, "_on_alive", ignore_silent)
 
 
 @mutation

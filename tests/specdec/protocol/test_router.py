@@ -204,17 +204,6 @@ def test_a_commit_follows_the_last_and_is_repeated_from_the_mark_of_the_last_off
     assert commit(2, (2, 3), (0, 1, 2, 3)) in machine.take_outbox()["D0"]
 
 
-def test_a_worker_whose_link_is_alive_is_not_silent_however_long_its_step_takes():
-    machine = submitted("T0", plan=Plan(0))
-    for now_s in range(1, 20):
-        machine.worker_seen("T0", now_s)
-        machine.worker_seen("unknown", now_s)
-        machine.receive(Want("s", 1, "I", P), now_s)
-        machine.step(now_s)
-    assert all(isinstance(message, Live) for message in machine.take_outbox()["T0"])
-    assert set(machine.worker_metrics()) == {"T0"}
-
-
 def test_new_times_hold_for_what_is_open_before_the_old_lease_runs_out():
     machine = submitted("T0", plan=Plan(0))
     machine.step(1.0)

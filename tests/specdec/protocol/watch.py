@@ -104,16 +104,16 @@ class Watch:
 
     def follow(self, router: RouterMachine) -> None:
         """Count who was alone in quarantine, or alone at all, on a worker that a router loses."""
-        lose = router._lose
+        lose = router.worker_lost
 
-        def count_and_lose(name: str, now_s: float, *, is_gone: bool) -> None:
+        def count_and_lose(name: str, now_s: float) -> None:
             there = [s for s in router._sessions if s.finish is None and s.target.worker == name]
             tried = [s for s in there if s.suspects is not None]
             for alone in (there, tried):
                 if len(alone) == 1:
                     self.num_alone[alone[0].seq] += 1
                     break
-            lose(name, now_s, is_gone=is_gone)
+            lose(name, now_s)
 
         send = router._dispatcher.send
 
@@ -127,7 +127,7 @@ class Watch:
                 self._opened[id(router), message.seq, link.kind] = message.epoch
             send(link, message)
 
-        router._lose = count_and_lose  # type: ignore[method-assign]
+        router.worker_lost = count_and_lose  # type: ignore[method-assign]
         router._dispatcher.send = check_and_send  # type: ignore[method-assign]
 
     def drains(self, node: Node) -> None:
