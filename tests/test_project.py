@@ -47,6 +47,37 @@ def test_every_slice_runs_at_night() -> None:
     assert values(job, "slice") == re.findall(r"^\d  (\w+):", listed, flags=re.MULTILINE)
 
 
+def test_make_passes_over_a_python_that_does_not_run(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    stand_ins = {
+        "old": "exit 1",
+        "broken": "echo not installed >&2; exit 127",
+        "good": 'if [ "$2" = venv ]; then mkdir -p "$3/bin"; touch "$3/bin/python"; fi',
+    }
+    for name, does in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def make(*names: str) -> subprocess.CompletedProcess[str]:
+        python = f"PYTHON={' '.join(str(tmp_path / name) for name in names)}"
+        command = ["make", "--silent", ".venv/bin/python", python]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    refused = make("old", "broken")
+    assert refused.returncode == 2
+    assert "No Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip" in refused.stderr
+    assert f"by the name {tmp_path}/old {tmp_path}/broken." in refused.stderr
+    done = make("old", "broken", "good")
+    assert done.stdout == f"[setup] .venv, made with {tmp_path}/good\n", done.stderr
+    assert (tmp_path / ".venv/bin/python").exists()
+
+
+def test_the_pythons_of_the_makefile_are_those_of_the_package() -> None:
+    (versions,) = re.findall(r"^VERSIONS := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert versions.split() == re.findall(r"Python :: (3\.\d+)", pyproject)
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned_to_a_version(workflow: Path) -> None:
     used = [step["uses"] for _, step in steps(workflow) if "uses" in step]
