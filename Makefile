@@ -35,8 +35,7 @@ VERSIONS := 3.11 3.12 3.13
 # The Python to make .venv with, if it is not to be the first that is found: make serve PYTHON=/path/to/python3.12
 PYTHON ?=
 
-.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu test-versions \
-	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
+.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-vllm-engine test-vllm-service test-cluster test-clients test-image test-monitoring test-gpu test-versions \
 	lint check format docs screenshots tables lock dist release-check bench soak clean
 
 help:
@@ -52,7 +51,7 @@ help:
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
 	@echo "make test-gpu         kernels, noise and decisions on a CUDA device, against the CPU's"
 	@echo "make test-versions    the fast tests with the oldest torch and transformers: ARGS='python3.12 python3.13'; 8 GB each"
-	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
+	@echo "make soak             everything that is too long for every change, in slices (.ci/slices): hours"
 	@echo "make lint             format, lint, import layers: seconds, without the service's libraries"
 	@echo "make check            these, and types"
 	@echo "make docs             the site of docs/, into build/site; a broken link fails it"
@@ -87,10 +86,14 @@ test-fast: $(DEV)
 test-faults: $(DEV)
 	@$(PYTEST) tests/faults $(ARGS)
 
-# The service's tests find its engine in keys that the environment sets.
-test-vllm: $(DEV) $(VLLM_READY)
+test-vllm: test-vllm-engine test-vllm-service
+
+test-vllm-engine: $(DEV) $(VLLM_READY)
 	@$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 	@$(VLLM)/bin/python -m pytest tests/specdec/sampling/test_corpus_masks.py $(ARGS)
+
+# The service's tests find its engine in keys that the environment sets.
+test-vllm-service: $(DEV) $(VLLM_READY)
 	@$(PYTEST) tests/vllm_service $(ARGS)
 	@SPECDEC__TARGET__ENGINE=vllm SPECDEC__TARGET__PYTHON=$(VLLM)/bin/python SPECDEC__TARGET__ENGINE_ARGS='{enforce_eager: true}' \
 		SPECDEC__TARGET__KV_CACHE_MEMORY=128MiB $(PYTEST) -k "(openai_client or curl or poisonous or sigterm or (kills and target)) and not burst" \
@@ -120,46 +123,14 @@ test-gpu: $(DEV)
 test-versions:
 	@.ci/versions $(ARGS)
 
-# Ten slices of what is too long for every change; .ci/slices says what each is.
-slice-statistics: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/{sampling,structured} tests/thorough/engine/test_{rules,branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
-
-slice-families: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/{cache,checkpoint,models} tests/thorough/{models,kernels,executor} \
-		tests/thorough/engine/test_{families,recurrent,recurrent_branches,recurrent_faults,recurrent_loading,windows,quantized,adapters}.py $(ARGS)
-
-slice-protocol: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/{protocol,drafting,engine} tests/thorough/{protocol,drafting} \
-		tests/thorough/engine/test_{branches,parameters,after_reasoning,parallel_drafting,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,ngram,leaks,head_chains}.py tests/examples tests/benchmarks $(ARGS)
-
-slice-kills: $(DEV)
-	@$(PYTEST) tests/soak/test_{kills,strict,stalls,launch,hybrid}.py $(ARGS)
-
-slice-updates: $(DEV)
-	@$(PYTEST) tests/soak/test_{updates,scaling}.py $(ARGS)
-
-slice-services: $(DEV)
-	@$(PYTEST) tests/soak --ignore-glob='*/test_kills.py' --ignore-glob='*/test_launch.py' --ignore-glob='*/test_stalls.py' --ignore-glob='*/test_hybrid.py' \
-		--ignore-glob='*/test_strict.py' --ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' \
-		--ignore-glob='*/test_chat_demo.py' --ignore-glob='*/test_tool_loop.py' $(ARGS)
-
-slice-cluster: test-cluster
-
 # With a model that talks, which the demo needs the package index for.
 screenshots: $(CLIENTS)
 	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
 	@$(CLIENTS)/bin/python tests/clients/screenshots.py docs/images http://127.0.0.1:8000
 
-slice-clients: test-clients
-	@$(PYTEST) tests/soak/test_chat_demo.py tests/soak/test_tool_loop.py $(ARGS)
-
-slice-vllm: test-vllm
-
-slice-image: test-image test-monitoring
-
-# All ten, for hours.
+# What is too long for every change, for hours.
 soak:
-	@for number in 0 1 2 3 4 5 6 7 8 9; do .ci/slices $$number || exit 1; done
+	@for slice in $$(.ci/slices | awk '{print $$1}'); do .ci/slices $$slice || [ $$? -eq 77 ] || exit 1; done
 
 lint: $(LINT)
 	@$(VENV)/lint/bin/ruff format --check .

@@ -16,6 +16,8 @@ import specdec
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+SLICES = subprocess.run([ROOT / ".ci/slices"], capture_output=True, text=True, check=True, timeout=30).stdout
+SLICES = [line.split()[0] for line in SLICES.splitlines()]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 
 
@@ -42,9 +44,58 @@ def test_workflows_call_targets_that_exist(workflow: Path) -> None:
 
 
 def test_every_slice_runs_at_night() -> None:
-    (job,) = [job for job, step in steps(ROOT / ".github/workflows/nightly.yml") if "slice-" in step.get("run", "")]
-    listed = subprocess.run([ROOT / ".ci/slices"], capture_output=True, text=True, check=True, timeout=30).stdout
-    assert values(job, "slice") == re.findall(r"^\d  (\w+):", listed, flags=re.MULTILINE)
+    (job,) = [job for job, step in steps(ROOT / ".github/workflows/nightly.yml") if ".ci/slices" in step.get("run", "")]
+    assert values(job, "slice") == SLICES
+
+
+@pytest.mark.parametrize("folder", ["soak", "clients", "image"])
+def test_every_long_test_is_in_a_slice(folder: str) -> None:
+    script = re.sub(r"#.*", "", (ROOT / ".ci/slices").read_text())
+    listed: set[str] = set()
+    for names in re.findall(rf"tests/{folder}/test_(\w+|{{[\w,]+}})\.py", script):
+        listed |= set(names.strip("{}").split(","))
+    assert listed == {path.stem.removeprefix("test_") for path in (ROOT / "tests" / folder).glob("test_*.py")}
+
+
+def test_a_slice_without_its_program_counts_as_skipped(tmp_path: Path) -> None:
+    for program in ("bash", "dirname"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    command = [ROOT / ".ci/slices", "monitoring"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 77
+    *_, reason, closing = done.stdout.splitlines()
+    assert reason == "slice monitoring: promtool prometheus not found (apt install prometheus)"
+    assert closing == "0 passed, 0 failed, 1 skipped"
+
+
+@pytest.mark.parametrize(
+    ("slices", "code", "closing"),
+    [
+        ("echo 4 passed in 1s", 0, ["slice first: ran", "14 passed, 0 failed, 1 skipped"]),
+        ("echo 3 passed, 1 failed in 1s; exit 1", 1, ["slice first: ran", "13 passed, 1 failed, 1 skipped"]),
+        (
+            'if [ "$1" = first ]; then echo 1 skipped; exit 77; fi; echo 2 passed in 1s',
+            0,
+            ["slice second: ran", "12 passed, 0 failed, 2 skipped"],
+        ),
+    ],
+)
+def test_ci_runs_the_next_slice_in_place_of_one_that_is_skipped(
+    tmp_path: Path, slices: str, code: int, closing: list[str]
+) -> None:
+    """On stand-ins of the Makefile and the slices; the sum of all closing lines comes last."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    listed = 'if [ "$1" = --in-turn ]; then printf "first\\nsecond\\n"; exit; fi\n'
+    (tmp_path / ".ci/slices").write_text(f"#!/usr/bin/env bash\n{listed}{slices}\n")
+    (tmp_path / ".ci/slices").chmod(0o755)
+    tests = "test:\n\t@echo 9 passed, 1 skipped, 3 warnings in 1s\ntest-faults:\n\t@echo 1 passed in 1s\n"
+    (tmp_path / "Makefile").write_text(f"check:\n\t@echo checked\n{tests}")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "--quiet"], *[["commit", "--quiet", "--allow-empty", "--message=a"]] * 2):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True, timeout=30)
+    done = subprocess.run([".ci/run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-2:]) == (code, closing), done.stdout + done.stderr
 
 
 def test_make_passes_over_a_python_that_does_not_run(tmp_path: Path) -> None:
