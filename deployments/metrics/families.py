@@ -285,6 +285,14 @@ REPORTED = [
     # Faults.
     _counter(_WORKERS, "num_failed_steps", "Steps that failed as a whole, and were contained."),
     _counter(_JUDGES, "num_suspects", "Sequences that were tried apart from others after a failure."),
+    _counter(
+        _TARGET, "num_drafts_off", "Sequences that have no drafts any more because steps failed that verified them."
+    ),
+    _counter(
+        _TARGET,
+        "num_token_drafters_off",
+        "Sequences whose drafter from tokens raised an error and is asked no more.",
+    ),
     _counter(_WORKERS, "num_errors", "Sequences that a worker ended with an error.", name="worker_errors"),
     _counter(
         _DRAFT, "num_skipped_sequences", "Sequences for which nothing is drafted any more because they failed there."

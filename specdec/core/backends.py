@@ -10,7 +10,7 @@ from specdec.core.drafts import NO_DRAFT, Draft
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
-from specdec.core.tokens import TokenSequence
+from specdec.core.tokens import TokenSequence, are_ids
 from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
 
 
@@ -47,7 +47,8 @@ class VerifyJob(NamedTuple):
     Attributes:
         key: The sequence; the backend keeps its state under this name until ``release``.
         log: All committed tokens. Must not be changed by the backend.
-        draft: Proposed tokens, not longer than the worker wants committed at most, less one.
+        draft: Proposed tokens, not longer than the worker wants committed at most, less one. A drafter may say
+            anything, so they need not be tokens that the model has.
         candidates: Under the rejection rule, what each draft token was drawn from; else empty.
         source: What the draft is; empty where there is none.
         room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
@@ -75,6 +76,15 @@ class VerifyJob(NamedTuple):
     def proposed(self) -> Draft:
         """The draft with all that is known of it."""
         return Draft(self.draft, self.candidates, self.source, self.parents)
+
+    def within(self, vocab_size: int) -> VerifyJob:
+        """Cut the draft at the first token outside of [0, vocab_size): a drafter may say anything (rule 9)."""
+        tokens = self.draft
+        if not tokens or self.unread is not None or (min(tokens) >= 0 and max(tokens) < vocab_size):
+            return self
+        count = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        draft = self.proposed.only(range(count))
+        return self._replace(draft=draft.tokens, candidates=draft.candidates, parents=draft.parents)
 
 
 class Verification(NamedTuple):
@@ -186,6 +196,13 @@ class Proposal(NamedTuple):
     further: tuple[Proposal, ...] = ()
     num_passes: int = 1
     unread: UnreadProposals | None = None
+
+    def checked(self) -> Proposal:
+        """The proposal, or a failed one if it names a token that can be none: it could not be kept, nor sent."""
+        for one in (self, *self.further):
+            if not are_ids(one.guesses if one.token is None else (one.token, *one.guesses)):
+                return Proposal(Status.FAILED, num_passes=self.num_passes)
+        return self
 
 
 class DraftBackend(Protocol):

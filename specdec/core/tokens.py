@@ -19,6 +19,8 @@ TokenSequence = Sequence[int] | TokenArray
 or ``int`` before they go into a message."""
 
 DTYPE = np.dtype("<i4")
+MAX_ID = 2**31 - 1
+"""The largest token id that can be kept."""
 _STRIDE = 1024
 """The state of the hash is kept every so many tokens: some 0.4 bytes a token, and at most this many to hash for a
 digest of any prefix."""
@@ -33,6 +35,11 @@ def as_array(tokens: Iterable[int] | TokenArray) -> TokenArray:
     if isinstance(tokens, np.ndarray):
         return tokens if tokens.dtype == DTYPE else np.asarray(tokens).astype(DTYPE, casting="safe")
     return np.array(tokens if isinstance(tokens, list | tuple) else list(tokens), dtype=DTYPE)
+
+
+def are_ids(tokens: Sequence[int]) -> bool:
+    """Whether all of them can be token ids: none is negative, and each fits into 32 bits."""
+    return not tokens or (min(tokens) >= 0 and max(tokens) <= MAX_ID)
 
 
 def as_list(tokens: TokenSequence) -> list[int]:

@@ -268,7 +268,8 @@ class PairedTarget:
         """Take what was proposed; gives those whose drafts go on after it, and those whose prompts do."""
         drawing: list[_Drafting] = []
         reading: list[_Drafting] = []
-        for one, proposal in zip(going, proposals, strict=True):
+        for one, proposed in zip(going, proposals, strict=True):
+            proposal = proposed if proposed.unread is not None else proposed.checked()
             if one.take(proposal):
                 drawing.append(one)
             elif proposal.status is Status.PREFILLING:

@@ -219,6 +219,7 @@ class ModelTarget(ModelBackend):
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.core.backends.TargetBackend.verify`."""
+        jobs = [job.within(self._sampler.vocab_size) for job in jobs]
         jobs = [job if job.spec.sampling.grammar is None else with_allowed_draft(self._sampler, job) for job in jobs]
         return self._in_parts(
             self._verify, jobs, waiting=_WAITING, suspect=lambda why: Verification(Status.SUSPECT, reason=why)

@@ -172,7 +172,8 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         failed: list[DraftSequence] = []
         suspects: dict[str, DraftSequence] = {}
         timed: dict[str, DraftSequence] = {}
-        for (sequence, branch, _, job), proposal in zip(tasks, proposals, strict=True):
+        for (sequence, branch, _, job), proposed in zip(tasks, proposals, strict=True):
+            proposal = proposed.checked()
             is_waiting = proposal.status is Status.WAITING
             if is_waiting:
                 num_waiting += 1

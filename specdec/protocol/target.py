@@ -35,10 +35,11 @@ from specdec.core.messages import (
     Verdict,
     pack_provenance,
 )
+from specdec.core.tokens import are_ids
 from specdec.core.types import PackedLogprobs, Tokens
-from specdec.drafting.ngram import NgramOptions, Reading, point_masses, token_drafter
+from specdec.drafting.ngram import NgramOptions, Reading, TokenDrafter, point_masses, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
-from specdec.protocol.target_sequence import KeptOffer, Proposed, Record, TargetCounters, TargetSequence
+from specdec.protocol.target_sequence import DraftTrust, KeptOffer, Proposed, Record, TargetCounters, TargetSequence
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
@@ -164,15 +165,20 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             return False
         deciding: list[TargetSequence] = []
         jobs: list[VerifyJob] = []
+        is_trying = False
         for sequence in sequences:
-            draft = self._draft(sequence, now_s, len(sequences))
+            is_suspected = sequence.draft_trust is DraftTrust.SUSPECTED
+            is_plain = sequence.is_plain or (is_suspected and is_trying)
+            draft = NO_DRAFT if is_plain else self._draft(sequence, now_s, len(sequences))
             if draft is not None:
                 deciding.append(sequence)
-                room = 0 if sequence.suspects else self._room(sequence)
+                room = 0 if is_plain else self._room(sequence)
                 drafted = draft.tokens, sequence.spec, draft.candidates, draft.source
                 wants_own = self._chooser is None or self._chooser.wants_own(sequence.spec, len(sequences))
                 most_own = self._most_own(sequence, draft, room, len(sequences))
-                jobs.append(VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own, most_own))
+                job = VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own, most_own)
+                jobs.append(job)
+                is_trying = is_trying or (is_suspected and _may_have_draft(job))
         if not jobs:
             return False
         try:
@@ -180,17 +186,21 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         except DeviceLostError:
             raise
         except Exception as error:
-            self._contain(deciding, error)
+            drafted_for = [one for one, job in zip(deciding, jobs, strict=True) if _may_have_draft(job)]
+            self._contain(deciding, drafted_for, error)
             return True
         for sequence, job, result in zip(deciding, jobs, results, strict=True):
-            if result.status is Status.DECIDED:
+            if result.status is Status.DECIDED and not are_ids(result.run):
+                self._end_with_error(sequence, f"the target decided tokens that it cannot have: {result.run}")
+            elif result.status is Status.DECIDED:
                 draft = job.proposed if result.own is None else result.own
                 draft = NO_DRAFT._replace(source="chain") if result.is_forced else draft
                 self._commit(sequence, result, draft, now_s)
             elif result.status is Status.FAILED:
                 self._end_with_error(sequence, result.reason)
             elif result.status is Status.SUSPECT:
-                self._suspect([sequence], result.reason, had_draft=bool(job.draft) or result.own is not None)
+                had_draft = bool(job.draft) or result.own is not None
+                self._suspect([sequence], [sequence] if had_draft else [], result.reason)
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
@@ -211,12 +221,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         if sequence.finish is not None:
             self._backend.release(sequence.seq)
         self._groups.passed(sequence)
+        if result.num_drafted and sequence.draft_trust is DraftTrust.SUSPECTED:
+            sequence.draft_trust = DraftTrust.TRUSTED
         num_accepted = min(result.num_accepted, count)
         num_drafted = [0] * (count - 1) + [result.num_drafted]
         places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
         is_of_tokens = source not in OFFERED and source != OF_HEADS
-        if is_of_tokens and result.num_drafted and sequence.token_drafter is not None:
-            sequence.token_drafter.judge(result.num_drafted, result.num_accepted)
+        if is_of_tokens and result.num_drafted:
+            self._judge_token_drafter(sequence, result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
             self._chooser.judge(draft, run[: result.num_accepted], sequence.spec)
         credited: list[str] = []
@@ -278,24 +290,70 @@ class TargetMachine(WorkerMachine[TargetSequence]):
 
     # What goes wrong.
 
-    def _contain(self, sequences: Sequence[TargetSequence], error: Exception) -> None:
+    def _contain(
+        self, sequences: Sequence[TargetSequence], drafted_for: Sequence[TargetSequence], error: Exception
+    ) -> None:
         """A step has failed: who was alone in it twice is at fault, and all others are suspects."""
         self.counters.num_failed_steps += 1
         logger.error("A step of %d sequences failed: %s", len(sequences), labels(sequences), exc_info=error)
-        self._suspect(sequences, reason_of(error))
+        self._suspect(sequences, drafted_for, reason_of(error))
 
-    def _suspect(self, sequences: Sequence[TargetSequence], reason: str, had_draft: bool = False) -> None:
+    def _suspect(self, sequences: Sequence[TargetSequence], drafted_for: Sequence[TargetSequence], reason: str) -> None:
         """Try sequences apart whose step failed, or end the one that was alone in it for the second time.
 
-        Suspects have no drafts: one that failed with a draft is tried without it, and no drafter ends a sequence.
+        Suspects have no drafts. A step that failed with drafts is tried without them first, by all that were in it, and
+        is no failure of theirs: no draft ends a sequence (rule 9).
         """
         for sequence in sequences:
             self._backend.release(sequence.seq)
-        if len(sequences) == 1 and not had_draft and is_at_fault(sequences[0]):
+        if not drafted_for and len(sequences) == 1 and is_at_fault(sequences[0]):
             self._end_with_error(sequences[0], reason)
             return
         self.counters.num_suspects += len(sequences)
-        self._groups.divide(sequences)
+        for sequence in drafted_for:
+            self._distrust_drafts(sequence)
+        if drafted_for:
+            self._groups.gather(sequences)
+        else:
+            self._groups.divide(sequences)
+
+    def _distrust_drafts(self, sequence: TargetSequence) -> None:
+        """A step failed that may have verified a draft of a sequence."""
+        if sequence.draft_trust is DraftTrust.TRUSTED:
+            sequence.draft_trust = DraftTrust.SUSPECTED
+        elif sequence.draft_trust is DraftTrust.SUSPECTED:
+            sequence.draft_trust = DraftTrust.OFF
+            self.counters.num_drafts_off += 1
+            logger.warning("The sequence %s has no drafts any more: steps failed with them", label(sequence))
+
+    def _token_draft(self, sequence: TargetSequence) -> Draft:
+        """What a sequence's drafter from tokens proposes; it may be from outside, and what it raises is contained."""
+        drafter, room, sequence.has_long_draft = sequence.token_drafter, self._room(sequence), False
+        if drafter is None:
+            return NO_DRAFT
+        try:
+            draft = drafter.draft(sequence.log, room, self._reading).first(room)
+            sequence.has_long_draft = bool(draft.tokens) and drafter.is_long
+            return draft if draft.candidates else draft._replace(candidates=point_masses(sequence.spec, draft.tokens))
+        except Exception as error:
+            self._drop_token_drafter(sequence, error)
+            return NO_DRAFT
+
+    def _judge_token_drafter(self, sequence: TargetSequence, num_drafted: int, num_accepted: int) -> None:
+        if sequence.token_drafter is None:
+            return
+        try:
+            sequence.token_drafter.judge(num_drafted, num_accepted)
+        except Exception as error:
+            self._drop_token_drafter(sequence, error)
+
+    def _drop_token_drafter(self, sequence: TargetSequence, error: Exception) -> None:
+        sequence.token_drafter = None
+        self._token_drafter_failed(label(sequence), error)
+
+    def _token_drafter_failed(self, name: str, error: Exception) -> None:
+        self.counters.num_token_drafters_off += 1
+        logger.error("The drafter from tokens of %s failed, and is asked no more", name, exc_info=error)
 
     def _end_with_error(self, sequence: TargetSequence, reason: str) -> None:
         """The error is the sequence's own: it is final, like any other finish (rule 13)."""
@@ -315,11 +373,18 @@ class TargetMachine(WorkerMachine[TargetSequence]):
     # Messages.
 
     def _new_sequence(self, message: Open, now_s: float) -> TargetSequence:
-        sequence = TargetSequence(message, self._max_model_len, token_drafter(message.spec, self._ngram))
+        sequence = TargetSequence(message, self._max_model_len, self._new_token_drafter(message))
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(sequence, message.suspects)
         return sequence
+
+    def _new_token_drafter(self, message: Open) -> TokenDrafter | None:
+        try:
+            return token_drafter(message.spec, self._ngram)
+        except Exception as error:  # it may be from outside
+            self._token_drafter_failed(message.seq, error)
+            return None
 
     def _on_other(self, message: Message, now_s: float) -> None:
         match message:
@@ -398,14 +463,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         what was drawn for a draft (rule 9): a match is no draw, the backend's own draft has a fixed length, and a
         drafter's chain grows with time alone (:class:`specdec.protocol.draft_sequence.DraftSequence`).
         """
-        if sequence.suspects:
-            return NO_DRAFT
-        found, is_long = NO_DRAFT, False
-        if sequence.token_drafter is not None:
-            found = sequence.token_drafter.draft(sequence.log, self._room(sequence), self._reading)
-            if not found.candidates:
-                found = found._replace(candidates=point_masses(sequence.spec, found.tokens))
-            is_long = sequence.token_drafter.is_long and bool(found.tokens)
+        found = self._token_draft(sequence)
+        is_long = sequence.has_long_draft
         offered, used = self._offered(sequence)
         if not offered.tokens and not is_long and self._waits(sequence, now_s):
             return None
@@ -433,7 +492,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """
         if room > 0 and self._chooser is not None:
             return min(room, self._chooser.most_own(draft, sequence.spec, num_rows))
-        is_long = sequence.token_drafter is not None and sequence.token_drafter.is_long and bool(draft.tokens)
+        is_long = sequence.has_long_draft and bool(draft.tokens)
         return 0 if is_long or draft.source in OFFERED else max(0, room)
 
     def _offered(self, sequence: TargetSequence) -> tuple[Draft, list[KeptOffer]]:
@@ -482,7 +541,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
 
     def _wants_draft(self, sequence: TargetSequence) -> bool:
         """Whether a draft is planned for a sequence's next round, and of any use: not for the first, nor the last."""
-        if sequence.suspects or sequence.round_start == len(sequence.log):
+        if sequence.is_plain or sequence.round_start == len(sequence.log):
             return False
         return self._most_offered(sequence) > 0
 
@@ -508,6 +567,11 @@ def _provenance(source: str, num_accepted: int, count: int, num_places: int) -> 
         return accepted + bytes([pack_provenance(TokenKind.PLAIN)])
     last = TokenKind.BONUS if num_accepted == num_places else TokenKind.CORRECTED
     return accepted + bytes([pack_provenance(last, of_round)])
+
+
+def _may_have_draft(job: VerifyJob) -> bool:
+    """Whether a draft may be verified with a job: its own, or what its grammar forces."""
+    return bool(job.draft) or (job.room > 0 and job.spec.sampling.grammar is not None)
 
 
 def _unknown(sequences: Sequence[TargetSequence]) -> list[TargetSequence]:

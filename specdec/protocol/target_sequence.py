@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from specdec.core.drafts import NO_DRAFT, OFFERED, OFFERS_KEPT, foresees
@@ -73,6 +74,17 @@ class Record:
         return (self.num_right + 2) / (self.num_judged + 4)
 
 
+class DraftTrust(Enum):
+    """Whether a sequence may have drafts (rule 9)."""
+
+    TRUSTED = "trusted"
+    """It may."""
+    SUSPECTED = "suspected"
+    """A step failed that verified a draft of it: in a step at most one such sequence has a draft."""
+    OFF = "off"
+    """A step failed that verified a draft of it, and of no other suspected sequence: it is decoded plainly."""
+
+
 class TargetSequence(WorkerSequence):
     """A sequence on a target.
 
@@ -100,12 +112,15 @@ class TargetSequence(WorkerSequence):
         round_start: Length of the log before its newest round.
         foreseen: Whether an offer with branches had foreseen the newest round's outcome; None where there was none.
         own_draft: What the backend proposes after the log.
+        draft_trust: Whether it may have drafts.
+        has_long_draft: Whether its drafter from tokens was sure of what it proposed last.
     """
 
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "needs_candidates", "notes", "offers", "own_draft", "proposed"),
-        *("draft_intervals", "opened", "rank", "reason", "round_start", "token_drafter", "sent_s"),
+        *("draft_intervals", "draft_trust", "has_long_draft", "opened", "rank", "reason", "round_start"),
+        *("token_drafter", "sent_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int, token_drafter: TokenDrafter | None = None) -> None:
@@ -129,6 +144,8 @@ class TargetSequence(WorkerSequence):
         self.foreseen: bool | None = None
         self.token_drafter = token_drafter
         self.own_draft = NO_DRAFT
+        self.draft_trust = DraftTrust.TRUSTED
+        self.has_long_draft = False
 
     def end_span(self) -> None:
         """It is held no more."""
@@ -160,6 +177,11 @@ class TargetSequence(WorkerSequence):
         is_foreseen = foresees(offer.chain, offer.branches, self.log.tail(length), start - length)
         if is_foreseen is not None:
             self.foreseen = bool(self.foreseen or is_foreseen)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no drafts now: a step with it has failed, or all drafts of it are at fault."""
+        return bool(self.suspects) or self.draft_trust is DraftTrust.OFF
 
     @property
     def num_output_tokens(self) -> int:
@@ -197,6 +219,8 @@ class TargetCounters:
         num_failed_steps: Steps that failed as a whole, and were contained.
         num_suspects: Sequences that were put apart because a step with them had failed, here or elsewhere.
         num_errors: Sequences that ended with an error.
+        num_drafts_off: Sequences that have no drafts any more, because steps failed that verified them.
+        num_token_drafters_off: Sequences whose drafter from tokens raised an error, and is asked no more.
     """
 
     num_steps: int = 0
@@ -215,6 +239,8 @@ class TargetCounters:
     num_failed_steps: int = 0
     num_suspects: int = 0
     num_errors: int = 0
+    num_drafts_off: int = 0
+    num_token_drafters_off: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
     by_source: defaultdict[str, SourceCounters] = field(default_factory=lambda: defaultdict(SourceCounters))
     by_drafter: defaultdict[str, SourceCounters] = field(default_factory=lambda: defaultdict(SourceCounters))

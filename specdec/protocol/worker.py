@@ -268,12 +268,16 @@ class StepGroups:
         sequence.suspects = name or f"local/{self._count}"
         sequence.suspected = self._count
 
+    def gather(self, sequences: Sequence[Suspect]) -> None:
+        """Put sequences into a group of their own."""
+        name = f"local/{self._count + 1}"
+        for sequence in sequences:
+            self.suspect(sequence, name)
+
     def divide(self, sequences: Sequence[Suspect]) -> None:
         """A step of these sequences has failed."""
         for group in apart(sequences):
-            name = f"local/{self._count + 1}"
-            for sequence in group:
-                self.suspect(sequence, name)
+            self.gather(group)
 
     def passed(self, sequence: Suspect) -> None:
         """A sequence has taken a step."""

@@ -314,7 +314,8 @@ class VllmTarget:
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = {job.key: _WAITING for job in jobs}
-        able = [with_allowed_draft(self._sampler, as_chain(job)) for job in jobs if self._sampler.is_ready(job.spec)]
+        within = [job.within(self._sampler.vocab_size) for job in jobs if self._sampler.is_ready(job.spec)]
+        able = [with_allowed_draft(self._sampler, as_chain(job)) for job in within]
         able = able[: self._scheduler.max_num_running_reqs]
         requests = self._requests(able)
         self._give_drafts(able, requests)

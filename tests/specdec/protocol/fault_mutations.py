@@ -45,10 +45,15 @@ def failures_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """Rule 16: a step that failed counts against who was alone in it."""
     contain = TargetMachine._contain
 
-    def blame_all(self: TargetMachine, sequences: Sequence[TargetSequence], error: Exception) -> None:
+    def blame_all(
+        self: TargetMachine,
+        sequences: Sequence[TargetSequence],
+        drafted_for: Sequence[TargetSequence],
+        error: Exception,
+    ) -> None:
         for sequence in sequences:
             sequence.num_failures += 1
-        contain(self, sequences, error)
+        contain(self, sequences, drafted_for, error)
         for sequence in sequences:
             if sequence.num_failures >= 2 and sequence.finish is None:
                 self._end_with_error(sequence, "it was there")
