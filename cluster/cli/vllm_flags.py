@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.core.errors import InvalidParameterError
-from specdec.drafting.registry import HEADS
+from specdec.drafting.registry import HEADS, TOKEN_DRAFTERS
 
 ALIASES = {
     "target.dtype": "--dtype",
@@ -27,7 +27,7 @@ ALIASES = {
 }
 """By key, vLLM's flag for it: another name of its own flag."""
 
-_METHODS = {"draft_model": "model", "ngram": "ngram"} | {name: name for name in HEADS}
+_METHODS = {"draft_model": "model"} | {name: name for name in (*TOKEN_DRAFTERS, *HEADS)}
 """By vLLM's name of a method of drafting, ours."""
 _SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "method", "parallel_drafting")
 
@@ -125,7 +125,7 @@ def _speculative(text: str) -> dict[str, Any]:
         overrides["num_speculative_tokens"] = found["num_speculative_tokens"]
     if "parallel_drafting" in found:
         overrides["draft.parallel_drafting"] = found["parallel_drafting"]
-    if "model" in found and named != "ngram":
+    if "model" in found and named not in TOKEN_DRAFTERS:
         overrides["draft.heads" if named in HEADS else "draft.model"] = found["model"]
     return overrides
 

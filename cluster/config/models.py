@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from cluster.config.base import StrictModel
 from specdec.core.types import Engine, Quantization
-from specdec.drafting.registry import HEADS
+from specdec.drafting.registry import HEADS, TOKEN_DRAFTERS
 from specdec.engine.vllm.checks import refused_argument
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -140,8 +140,7 @@ class TargetConfig(ModelConfig):
         return self
 
 
-METHODS = ("ngram", "model", *HEADS)
-"""What drafts, in the order in which several are named; a drafter from outside the tree is named first."""
+_WITHOUT_MODEL = (*TOKEN_DRAFTERS, *HEADS)
 DEMO_HEADS = next(iter(HEADS))
 """The method of the heads that the demo target has."""
 IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -156,13 +155,13 @@ def draft_method(value: Any) -> str:
     """
     parts = list(map(str, value)) if isinstance(value, (list, tuple)) else str(value).split("+")
     others = [part for part in parts if IMPORT_STRING.fullmatch(part)]
-    known = [part for part in METHODS if part in parts]
+    known = [part for part in (*TOKEN_DRAFTERS, "model", *HEADS) if part in parts]
     if not parts or len(others) + len(known) < len(parts):
         raise ValueError(
-            f"must be model, ngram, {', '.join(HEADS)}, or package.module:name of a token drafter, or several of them, "
-            "each once, with a plus between them"
+            f"must be model, {', '.join(_WITHOUT_MODEL)}, or package.module:name of a token drafter, or several of "
+            "them, each once, with a plus between them"
         )
-    if len([*others, *(part for part in known if part == "ngram")]) > 1:
+    if len([*others, *(part for part in known if part in TOKEN_DRAFTERS)]) > 1:
         raise ValueError(f"must name one drafter from tokens, not {' and '.join([*others, *known])}")
     of_heads = [part for part in known if part in HEADS]
     if len(of_heads) > 1:
@@ -178,7 +177,7 @@ class DraftConfig(ModelConfig):
 
     method: Annotated[str, BeforeValidator(draft_method)] = Field(
         "model",
-        description=f"who drafts: model, ngram, {', '.join(HEADS)}, or package.module:name; several joined by +",
+        description=f"who drafts: model, {', '.join(_WITHOUT_MODEL)}, or package.module:name; several joined by +",
     )
     heads: str | None = Field(
         None,
@@ -216,14 +215,14 @@ class DraftConfig(ModelConfig):
 
     @property
     def token_drafter(self) -> str | None:
-        """What drafts from tokens: ``ngram``, an import string, or None."""
+        """What drafts from tokens: a name of ``TOKEN_DRAFTERS``, an import string, or None."""
         return next((part for part in self.methods if part not in ("model", self.head_method)), None)
 
     @property
     def head_method(self) -> str | None:
         """The method of heads on the target, a name or, with ``heads``, an import string; None where none draft."""
         named = [part for part in self.methods if part in HEADS]
-        outside = [part for part in self.methods if part not in METHODS] if self.heads is not None else []
+        outside = [part for part in self.methods if IMPORT_STRING.fullmatch(part)] if self.heads is not None else []
         return next(iter(named or outside), None)
 
     @property

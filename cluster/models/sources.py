@@ -18,7 +18,7 @@ from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import import_callable
 from specdec.drafting.heads import HeadsOptions
 from specdec.drafting.ngram import NgramOptions
-from specdec.drafting.registry import HEADS
+from specdec.drafting.registry import HEADS, TOKEN_DRAFTERS
 from specdec.engine.build import BackendOptions
 from specdec.models.describe import describe_pair
 from specdec.models.loading import ModelSource
@@ -143,7 +143,7 @@ def ngram_options(args: AppArgs) -> NgramOptions | None:
     if not args.speculates:
         return None
     name = args.draft.token_drafter
-    new = None if name in (None, "ngram") else import_callable("draft.method", str(name))(args)
+    new = None if name is None else import_callable("draft.method", TOKEN_DRAFTERS.get(name, name))(args)
     return NgramOptions(args.most_draft_tokens, name is not None, new)
 
 

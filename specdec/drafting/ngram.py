@@ -325,3 +325,8 @@ class NgramDrafter:
     def _cut(self, tokens: Tokens) -> Tokens:
         """Up to the first token that would end the sequence, that included."""
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._ending), tokens)
+
+
+def drafter(args: object) -> NewTokenDrafter:
+    """Make prompt lookup for any configuration ``args``; ``draft.method: ngram`` names this function."""
+    return NgramDrafter

@@ -16,6 +16,7 @@ from cluster.models.sources import ngram_options
 from deployments.metrics import families
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.registry import TOKEN_DRAFTERS
 from specdec.kernels.segmented import AttentionLayer, attention_kernel
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.rows import RowGroup
@@ -50,11 +51,14 @@ def test_a_kernel_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(*outputs)
 
 
-def test_a_drafter_drafts_by_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["my_drafter:drafter", "counting"])
+def test_a_drafter_drafts_by_its_own_key(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by its import string, or by the name that one line of the registry gives it."""
+    monkeypatch.setitem(TOKEN_DRAFTERS, "counting", "my_drafter:drafter")
     code = example("drafting-method.md") + example("configuration-key.md")
     (tmp_path / "my_drafter.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    keys = {"draft": {"method": "my_drafter:drafter"}, "extensions": {"my_drafter:Keys": {"ahead": 3}}}
+    keys = {"draft": {"method": method}, "extensions": {"my_drafter:Keys": {"ahead": 3}}}
     args = AppArgs.model_validate(keys | {"num_speculative_tokens": 8})
     machine = TargetMachine("T", Oracle(), TIMES, ngram=ngram_options(args))
     machine.receive(open_message(max_tokens=5), 0.0)
