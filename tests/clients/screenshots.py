@@ -14,11 +14,11 @@ from playwright.sync_api import Page, sync_playwright
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 PATIENCE_MS = 300_000
 POLL_MS = 50
-NUM_TOKENS, NUM_SHOWN = 160, 100
+NUM_TOKENS = 160
 
 
 def main(folder: Path, url: str) -> None:
-    """Ask for one answer and take it in each colour and width."""
+    """Ask for one answer with and without speculation, and take it in each color and width."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=WIDE, color_scheme="light")
@@ -27,9 +27,8 @@ def main(folder: Path, url: str) -> None:
         page.fill("#max-tokens", str(NUM_TOKENS))
         _until_enabled(page, "#run")
         page.click("#run")
-        page.wait_for_selector(f"#spec .t:nth-child({NUM_SHOWN})")
-        page.screenshot(path=folder / "ui.png")
         _until_enabled(page, "#run")
+        page.screenshot(path=folder / "ui.png")
         page.emulate_media(color_scheme="dark")
         page.screenshot(path=folder / "ui-dark.png")
         page.set_viewport_size(PHONE)
