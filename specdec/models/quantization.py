@@ -18,6 +18,8 @@ GROUP_SIZE = 32
 """Neighbouring weights of a row that share a scale and a zero in int4."""
 _ROWS = 16
 """The int4 kernels take multiples of so many rows."""
+_MULTIPLIED_DIRECTLY = ".dt_proj"
+"""Mamba-1 multiplies by this layer's weight and does not call the layer; a quantized weight does not allow that."""
 _MOST_PACKED, _PACKED_WIDTH = 8, 32
 """Most tokens for which torch's own int8 product on CPUs is the faster one, and what an input's width is a multiple of.
 
@@ -35,7 +37,8 @@ def quantizing(
     """What transformers' ``from_pretrained`` is to be given so that the weights of linear layers are quantized.
 
     Embeddings and the vocabulary's head keep the model's dtype: the head decides tokens by small differences, and often
-    is the embedding. So do layers whose shape the int4 kernels do not take, and a mixture's experts.
+    is the embedding. So do layers whose shape the int4 kernels do not take, Mamba-1's ``dt_proj``, and a mixture's
+    experts.
 
     Args:
         quantization: ``int8`` has a scale per row, ``fp8`` (e4m3) too, ``int4`` a scale and a zero per 32 weights.
@@ -59,7 +62,7 @@ def quantizing(
     if quantization == "int4" and dtype not in (torch.bfloat16, "auto"):
         raise ModelLoadError(f"int4 needs dtype bfloat16, in which its kernels multiply: {name} is to have {dtype}")
     optional_version("torchao")
-    kept = None if quantization != "int4" else _not_for_int4(config, auto_class)
+    kept = _unquantized_layers(quantization, config, auto_class)
     return {"quantization_config": TorchAoConfig(_weight_config(quantization, device), modules_to_not_convert=kept)}
 
 
@@ -79,9 +82,10 @@ class PackedInt8Linear(nn.Linear):
 
 
 def pack_int8(model: nn.Module) -> None:
-    """Let the linear layers that :func:`quantizing` has made int8 multiply few tokens fast, where they are on a CPU.
+    """Let int8 linear layers on a CPU multiply a few tokens fast.
 
-    Not those of a checkpoint that came quantized: its scales may be of groups, and its inputs may be rounded too.
+    Only for layers that :func:`quantizing` has made. A checkpoint that came quantized may have a scale per group of
+    weights, or quantize its inputs too, which this product does not do.
     """
     for module in model.modules():
         if (
@@ -121,8 +125,8 @@ def _tensor_bytes(tensor: Any) -> int:
     return sum(_tensor_bytes(getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])
 
 
-def _not_for_int4(config: PretrainedConfig, auto_class: Any) -> list[str]:
-    """Names of the head and of layers whose shape the kernels do not take, by a model without numbers."""
+def _unquantized_layers(quantization: Quantization, config: PretrainedConfig, auto_class: Any) -> list[str]:
+    """Return the names of linear layers that keep their dtype, read from the model's structure on the meta device."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_class.from_config(config)
     head = model.get_output_embeddings()
@@ -130,7 +134,11 @@ def _not_for_int4(config: PretrainedConfig, auto_class: Any) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and (module is head or module.in_features % GROUP_SIZE or module.out_features % _ROWS)
+        and (
+            module is head
+            or name.endswith(_MULTIPLIED_DIRECTLY)
+            or (quantization == "int4" and (module.in_features % GROUP_SIZE or module.out_features % _ROWS))
+        )
     ]
 
 

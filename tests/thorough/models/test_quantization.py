@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TorchAoConfig,
+)
 
 from cluster.config.app import AppArgs
 from cluster.models.demos import demo_folder
 from cluster.models.identity import fingerprints
+from specdec import SamplingParams, SpeculativeEngine
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import Quantization
 from specdec.executor.runner import ModelRunner
@@ -91,13 +99,13 @@ def test_few_tokens_multiply_with_int8_weights_as_they_lie_in_memory(num_tokens,
     monkeypatch.setattr(torch, "_weight_int8pack_mm", lambda *given: calls.append(1) or packed(*given))
     layer.bias = nn.Parameter(torch.ones(layer.out_features, dtype=torch.bfloat16), requires_grad=False)
     inputs = torch.randn(1, num_tokens, layer.in_features, dtype=torch.bfloat16)
-    if is_transposed:  # as Mamba-1's are
+    if is_transposed:  # as the inputs of Mamba-1's layers are
         inputs = inputs.transpose(1, 2).contiguous().transpose(1, 2)
     found = layer(inputs)
     weight = (layer.weight.qdata * layer.weight.scale).double()
     expected = inputs.double() @ weight.T + layer.bias.double()
     assert found.shape == expected.shape
-    # Rounded three times to 8 bits: the product, what is scaled, and the sum with the bias.
+    # bfloat16 rounds three times: the product, the scaled product, and the sum with the bias.
     assert (found - expected).abs().max() < 3 * 2**-8 * expected.abs().max()
     assert len(calls) == (num_tokens <= 8)
 
@@ -164,13 +172,22 @@ def test_what_cannot_be_quantized_is_refused(tmp_path):
         load(folder, "int8", torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "dtype", "most"),
-    [("bamba", {"mamba_d_state": 32}, torch.float32, 1e-4), ("falcon_mamba", {}, torch.bfloat16, 0.06)],
-)
-def test_a_recurrent_model_is_quantized_too(tmp_path, family, fields, dtype, most):
+RECURRENT = [
+    ("bamba", "float32", {"mamba_d_state": 32}),
+    *((family, dtype, {}) for family in ("mamba", "falcon_mamba", "jamba") for dtype in DTYPES.values()),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "fields"), RECURRENT)
+def test_a_recurrent_model_is_quantized_too(tmp_path, family, dtype, fields):
+    """Of Mamba-1, the weight of ``dt_proj`` is multiplied directly, and inputs are not contiguous."""
     make_recurrent(family, vocab_size=4096, **fields).save_pretrained(tmp_path)
-    assert check_admission(runner_of(load(tmp_path, "int8", dtype))).relative_error < most
+    loaded = load(tmp_path, "int8", getattr(torch, dtype))
+    report = check_admission(runner_of(loaded))
+    assert report.relative_error < (1e-4 if dtype == "float32" else report.tolerance)
+    packed = {name for name, module in loaded.model.named_modules() if isinstance(module, PackedInt8Linear)}
+    assert bool(packed) == (dtype == "bfloat16")
+    assert not any(name.endswith("dt_proj") for name in packed)
 
 
 def test_torchao_is_named_where_it_is_missing(monkeypatch):
@@ -218,6 +235,29 @@ def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(tmp_path, dtyp
     runners = runner_of(made), runner_of(loaded)
     assert check_admission(runners[1]).relative_error <= check_admission(runners[0]).relative_error * 1.01
     assert compare(runners[1], runners[0]).max_kl < 1e-6
+
+
+INT8_CHECKPOINTS = {
+    "a scale per row": torchao.Int8WeightOnlyConfig(),
+    "a scale per group": torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(32)),
+    "quantized inputs": torchao.Int8DynamicActivationInt8WeightConfig(),
+}
+
+
+@pytest.mark.parametrize("kind", INT8_CHECKPOINTS)
+def test_an_int8_checkpoint_gives_the_text_that_transformers_gives(tmp_path, kind):
+    source, config = demo_folder("target"), TorchAoConfig(INT8_CHECKPOINTS[kind])
+    theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=config)
+    theirs.save_pretrained(tmp_path)
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    engine = SpeculativeEngine.from_pretrained(ModelSource(str(tmp_path), dtype="bfloat16", device="cpu"))
+    for prompt in ("def read(path):\n", "class A:\n"):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        expected = theirs.generate(**inputs, max_new_tokens=32, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        (result,) = engine.generate_batch([prompt], SamplingParams(temperature=0), seed=0, max_tokens=32)
+        assert list(result.token_ids) == expected.tolist()
 
 
 def test_a_checkpoint_of_bitsandbytes_is_counted_and_checked(tmp_path):
