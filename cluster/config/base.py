@@ -119,7 +119,8 @@ def first_error(model: type[BaseModel], error: ValidationError) -> tuple[str, st
     context = detail.get("ctx", {})
     path, field = _place(model, detail["loc"])
     if detail["type"] == "refused_key":
-        return str(context["key"]), f"{path}: {detail['msg']}" if path else detail["msg"]
+        key, text = str(context["key"]), detail["msg"]
+        return (key, text) if key.startswith(path) else (path, f"{path}: {text}")
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     allowed = "" if field is None else allowed_range(field)
     if allowed:

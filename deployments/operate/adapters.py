@@ -86,22 +86,33 @@ _T = TypeVar("_T")
 
 AdapterPair = tuple[Adapter, Adapter | None]
 """An adapter of the target, and the one of the draft model that goes with it, if there is one."""
+_ENTRY_KEYS = {"lora_name": "name", "lora_path": "path", "draft_lora_path": "draft"}
+"""Keys of an entry of ``lora.adapters`` by the parameters of a request that loads an adapter."""
 _ENCODE = msgspec.json.encode
 _DECODE = msgspec.json.Decoder(tuple[str, Adapter, Adapter | None]).decode
 """In the store: the fingerprint of the model that an adapter was checked against, and both adapters."""
 
 
 def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, ...]:
-    """The adapters that are always there.
+    """Check the adapters of ``lora.adapters`` and return each as a model that requests can name.
 
     Raises:
-        InvalidParameterError: One cannot be found, or cannot be served; or its name is a model's.
+        InvalidParameterError: An adapter cannot be found or served, or its name is a model's. The message names the
+            entry of ``lora.adapters``.
     """
     layers = _Layers(args)
-    return tuple(
-        _served(base, _checked_pair(args.lora, layers, base, one.name, one.path, one.draft))
-        for one in args.lora.adapters
-    )
+    return tuple(_configured(args.lora, layers, base, index) for index in range(len(args.lora.adapters)))
+
+
+def _configured(config: LoraConfig, layers: _Layers, base: ServedModel, index: int) -> ServedModel:
+    entry = config.adapters[index]
+    try:
+        pair = _checked_pair(config, layers, base, entry.name, entry.path, entry.draft)
+    except InvalidParameterError as error:
+        message = str(error).removeprefix(f"{error.parameter}: ")
+        key = f"lora.adapters[{index}].{_ENTRY_KEYS[error.parameter]}"
+        raise InvalidParameterError(key, f"{key}: {message}") from error
+    return _served(base, pair)
 
 
 class _Layers:

@@ -151,6 +151,13 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     (OPENVINO | {"exactness": "strict"}, "exactness", "exactness: strict needs target.engine: transformers"),
     (OPENVINO | {"receipts.key_file": "k"}, "receipts.key_file", "need target.engine: transformers"),
     (OPENVINO | {"lora.folder": "/srv"}, "lora", "adapters need target.engine: transformers"),
+    ({"lora.adapters": [{"name": "a", "path": "/a"}, {"name": "b"}]}, "lora.adapters[1].path", "[1].path: Field requ"),
+    ({"lora.adapters": [{"name": "", "path": "/a"}]}, "lora.adapters[0].name", "[0].name: String should have at least"),
+    (
+        {"lora.adapters": [{"name": "a", "pth": "/a"}]},
+        "lora.adapters[0]",
+        "lora.adapters[0]: unknown key 'pth'; did you mean 'path'?",
+    ),
     (OPENVINO | {"draft.method": "medusa", "draft.heads": "h"}, "draft.method", "need target.engine: transformers"),
     (
         T | {"draft.model": "d", "draft.engine": "openvino", "lora.folder": "/srv"},

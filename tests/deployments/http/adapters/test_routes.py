@@ -22,8 +22,9 @@ from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
 from deployments.http.service import ApiSettings, ServedModel
 from deployments.operate import adapters as adapters_module
-from deployments.operate.adapters import add_adapter_routes
+from deployments.operate.adapters import add_adapter_routes, configured_adapters
 from specdec.checkpoint.fingerprint import adapter_reference
+from specdec.core.errors import InvalidParameterError
 from specdec.core.types import Adapter
 
 from .kit import KEYS, Post, Service
@@ -160,6 +161,27 @@ async def test_what_cannot_be_loaded_is_refused(body: dict[str, Any], param: str
     status, error = await post("load_lora_adapter", **body)
     assert (status, error["param"]) == (400, param), error
     assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"name": "x", "path": "large"}, "lora.adapters[1].path: .*rank 17; at most 16"),
+        ({"name": "x", "path": "nothing"}, "lora.adapters[1].path: .*nothing"),
+        ({"name": "demo", "path": "chat"}, "lora.adapters[1].name: demo .*name of a model"),
+        ({"name": "x", "path": "chat", "draft": "sql"}, "lora.adapters[1].draft: .*0.mlp.down_proj"),
+    ],
+    ids=["rank", "no folder", "name", "draft"],
+)
+def test_a_refused_adapter_of_the_configuration_is_named_by_its_entry(
+    service: Service, folder: Path, entry: dict[str, str], says: str
+) -> None:
+    paths = {key: value if key == "name" else str(folder / value) for key, value in entry.items()}
+    adapters = [{"name": "sql", "path": str(folder / "sql")}, paths]
+    args = AppArgs.model_validate({"lora": {"adapters": adapters}})
+    with pytest.raises(InvalidParameterError, match="^" + says.replace("[", r"\[")) as refused:
+        configured_adapters(args, service.bench.service.model_info().target)
+    assert refused.value.parameter == says.partition(":")[0]
 
 
 async def test_configured_adapters_stay(post: Post) -> None:
