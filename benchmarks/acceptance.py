@@ -1,10 +1,10 @@
-"""How often draft tokens are kept, by rule and temperature, beside the best that each rule could do.
+"""How often draft tokens are kept, by temperature, beside the most that any rule could keep.
 
     python -m benchmarks.acceptance [--tokens 128] [--samples 8] [--temperatures 0.6,1]
 
-Each round verifies one draft token, and the bounds are averaged over the positions where one was verified, in the texts
-of the rule itself. No rule keeps more than 1 - TV(target, draft) (Leviathan et al. 2023, corollary 3.6). The rejection
-rule draws from the draft cut to its 32 most likely tokens: its expected acceptance is 1 - TV(target, cut draft).
+Each round verifies one draft token, and the bounds are averaged over the positions where one was verified. No rule
+keeps more than 1 - TV(target, draft) (Leviathan et al. 2023, corollary 3.6). A rule that draws from the draft cut to
+its 32 most likely tokens, as it must be to travel, keeps at most 1 - TV(target, cut draft).
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from cluster.config.app import ServiceConfig
 from cluster.models.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams
 from specdec.core.messages import Notes, TokenKind, token_kind
-from specdec.core.params import Acceptance, SequenceSpec
+from specdec.core.params import SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import InProcessService
 from specdec.models.loading import load_tokenizer
 from specdec.sampling.noise import derive_seed
-from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES
 
-RULES: tuple[Acceptance, ...] = ("coupled", "rejection")
+NUM_CUT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rule at one temperature.
+    """Figures at one temperature.
 
     Attributes:
         acceptance: Accepted over verified draft tokens.
@@ -44,7 +43,6 @@ class Row:
     """
 
     temperature: float
-    rule: Acceptance
     acceptance: float
     bound: float
     cut_bound: float
@@ -90,18 +88,18 @@ class Pair:
             AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32) for source in (target, draft)
         ]
 
-    def measure(self, temperature: float, rule: Acceptance, num_tokens: int, num_samples: int) -> Row:
+    def measure(self, temperature: float, num_tokens: int, num_samples: int) -> Row:
         """Generate from every prompt ``num_samples`` times, and compare the models where drafts were verified."""
-        sampling = SamplingParams(temperature=temperature, acceptance=rule)
+        sampling = SamplingParams(temperature=temperature)
         texts = self._generate(sampling, num_tokens, num_samples)
         kept = [was_kept for text in texts for _, was_kept in text.drafted()]
         bounds = torch.cat([self._bounds(text, temperature) for text in texts]).mean(0).tolist()
-        return Row(temperature, rule, sum(kept) / len(kept), bounds[0], bounds[1], len(kept))
+        return Row(temperature, sum(kept) / len(kept), bounds[0], bounds[1], len(kept))
 
     def _generate(self, sampling: SamplingParams, num_tokens: int, num_samples: int) -> list[Text]:
         texts: dict[str, Text] = {}
         for i, prompt in enumerate(self._prompts * num_samples):
-            name = f"{sampling.temperature}-{sampling.acceptance}-{i}"
+            name = f"{sampling.temperature}-{i}"
             texts[name] = Text([*prompt], len(prompt))
             spec = SequenceSpec(sampling, derive_seed(1, i, 0), len(prompt), num_tokens, arrival_s=float(i))
             self._service.start(name, prompt, spec)
@@ -127,19 +125,19 @@ class Pair:
 def overlaps(target_probs: Tensor, draft_probs: Tensor) -> Iterator[Tensor]:
     """1 - TV of float32 [N, V] with [N, V], and with the second cut to its most likely tokens: float32 [N] each."""
     yield torch.minimum(target_probs, draft_probs).sum(-1)
-    cut_probs, ids = draft_probs.topk(min(NUM_DRAFT_CANDIDATES, draft_probs.shape[1]), dim=-1)
+    cut_probs, ids = draft_probs.topk(min(NUM_CUT, draft_probs.shape[1]), dim=-1)
     yield torch.minimum(target_probs.gather(-1, ids), cut_probs / cut_probs.sum(-1, keepdim=True)).sum(-1)
 
 
 def table(rows: Sequence[Row]) -> str:
     """In Markdown."""
     lines = [
-        f"| temperature | rule | acceptance | 1 - TV | 1 - TV, draft cut to {NUM_DRAFT_CANDIDATES} | draft tokens |",
-        "|---|---|---|---|---|---|",
+        f"| temperature | acceptance | 1 - TV | 1 - TV, draft cut to {NUM_CUT} | draft tokens |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         numbers = f"{row.acceptance:.3f} | {row.bound:.3f} | {row.cut_bound:.3f} | {row.num_draft_tokens}"
-        lines.append(f"| {row.temperature:g} | {row.rule} | {numbers} |")
+        lines.append(f"| {row.temperature:g} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -156,7 +154,7 @@ def main() -> None:
     assert draft is not None
     pair = Pair(target, draft)
     temperatures = map(float, arguments.temperatures.split(","))
-    print(table([pair.measure(t, rule, arguments.tokens, arguments.samples) for t in temperatures for rule in RULES]))
+    print(table([pair.measure(t, arguments.tokens, arguments.samples) for t in temperatures]))
 
 
 if __name__ == "__main__":

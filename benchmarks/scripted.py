@@ -19,10 +19,9 @@ import numpy as np
 
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.drafts import depths
-from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.core.types import TokenLogprobs, Tokens
-from specdec.sampling.acceptance import walk_coupled
+from specdec.sampling.acceptance import walk_draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +130,7 @@ class ScriptedTarget:
         seed, length = job.spec.seed, len(job.log)
         places = (0, *depths(job.parents or range(-1, len(job.draft) - 1)))
         chosen = [self._script.true_token(seed, length + place) for place in places]
-        walked = walk_coupled(chosen, job.draft, job.parents)
+        walked = walk_draft(chosen, job.draft, job.parents)
         logprobs = _logprobs(job.spec, len(walked.run))
         return Verification(Status.DECIDED, walked.run, walked.num_accepted, len(job.draft), logprobs)
 
@@ -150,11 +149,7 @@ class ScriptedDrafter:
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step; see :meth:`specdec.core.backends.DraftBackend.propose`."""
-        said = self._said
-        return [
-            said(job.spec.seed, len(job.tokens), job.num_guesses, job.spec.sampling.acceptance == "coupled")
-            for job in jobs
-        ]
+        return [self._said(job.spec.seed, len(job.tokens), job.num_guesses) for job in jobs]
 
     def rest(self) -> None:
         """Nothing is to be done."""
@@ -172,10 +167,9 @@ class _Proposals:
 
     script: Script
 
-    def __call__(self, seed: int, position: int, num_guesses: int, is_coupled: bool) -> Proposal:
+    def __call__(self, seed: int, position: int, num_guesses: int) -> Proposal:
         token, *guesses = self.script.draft_tokens(seed, position, num_guesses)
-        candidates = None if is_coupled else Candidates((token,), (1.0,))
-        return Proposal(Status.DECIDED, token, candidates, tuple(guesses))
+        return Proposal(Status.DECIDED, token, tuple(guesses))
 
 
 def plain_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:

@@ -225,9 +225,6 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
         None if source is None else _served(args, source, name, "draft", vocab_size, own),
         num_speculative_tokens=args.most_draft_tokens,
         drafters=args.drafter_names,
-        # By the other rule a seed's text depends on the draft.
-        acceptance_rules=("coupled",) if args.exactness == "strict" else ("coupled", "rejection"),
-        acceptance=args.acceptance,
         exactness=args.exactness,
         created_s=int(time.time()),
     )

@@ -42,7 +42,7 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
     step = make_step(n, 0, v, seeds, positions, device)
     scores = torch.empty(n, v, device=device)
     sampler = TritonSampler(v, n, n, 1, device)
-    flags = {"penalties": False, "truncation": False, "rejection": False}
+    flags = {"penalties": False, "truncation": False}
     sampler.decide(torch.zeros(n, v, device=device), step, noise=True, scores=scores, **flags)
     report.check("noise of the kernel is that of the CPU, bit by bit", torch.equal(scores.cpu(), noise))
 
@@ -142,7 +142,4 @@ def make_step(
         masks=int32(0, 0, 1),
         ended=int32(0, r * per, 0),
         bad=int32(0, r * per, 0),
-        rejects=int32(0, r),
-        draft_ids=int32(-1, r * per, 1),
-        draft_probs=torch.zeros(r * per, 1, device=device),
     )

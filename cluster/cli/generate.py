@@ -40,7 +40,6 @@ CONFIG_KEYS = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "num_speculative_tokens",
-    "acceptance",
     "logits_processors",
     "extensions",
     "log_level",
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = request_options(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     engine = build_engine(config)
-    options["sampling"] = sampling_params(engine.default_sampling, arguments, config)
+    options["sampling"] = sampling_params(engine.default_sampling, arguments)
     if arguments.json:
         print_json(engine, prompt, options)
     else:
@@ -98,12 +97,11 @@ def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"seed": seed, "max_tokens": arguments.max_tokens}
 
 
-def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace, config: ServiceConfig) -> SamplingParams:
-    """The model's own defaults, with what the flags say in their place."""
-    sampling = dataclasses.replace(defaults, acceptance=config.acceptance)
+def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace) -> SamplingParams:
+    """Return the model's own defaults, with what the flags say in their place."""
     if arguments.temperature is None:
-        return sampling
-    return dataclasses.replace(sampling, temperature=arguments.temperature)
+        return defaults
+    return dataclasses.replace(defaults, temperature=arguments.temperature)
 
 
 def build_engine(config: ServiceConfig) -> SpeculativeEngine:

@@ -88,7 +88,7 @@ def request_of(receipt: Receipt) -> dict[str, Any]:
         name: getattr(sampling, name)
         for name in (
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "temperature"),
-            *("top_k", "top_p", "min_p", "ignore_eos", "acceptance"),
+            *("top_k", "top_p", "min_p", "ignore_eos"),
         )
     }
     body |= {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias}} if sampling.logit_bias else {}

@@ -28,7 +28,7 @@ from cluster.config.values import (
 )
 from specdec.core.errors import InvalidParameterError
 from specdec.core.messages import DRAFTER
-from specdec.core.params import Acceptance, Exactness, LogprobsMode
+from specdec.core.params import Exactness, LogprobsMode
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -188,9 +188,6 @@ class AppArgs(StrictModel):
         "auto",
         description=f"draft tokens a round where requests name none, 0 to {MAX_NUM_SPECULATIVE_TOKENS}; auto: measured",
     )
-    acceptance: Acceptance = Field(
-        "coupled", description="rule by which draft tokens are kept, for requests that name none"
-    )
     exactness: Exactness = Field(
         "fast",
         description="strict: a seed's tokens are the same in any precision, batch and schedule; slower",
@@ -349,13 +346,8 @@ class AppArgs(StrictModel):
             raise refused_key("exactness", "exactness: strict needs target.engine: transformers")
         if self.exactness == "strict" and self.target.quantization != "none":
             raise refused_key("exactness", "exactness: strict needs target.quantization: none")
-        if self.exactness == "strict" and self.acceptance != "coupled":
-            raise refused_key("exactness", "exactness: strict needs acceptance: coupled, by which no draft decides")
         if 0 < self.strict_tile_tokens < 4:
             raise refused_key("strict_tile_tokens", "strict_tile_tokens must be 0, or 4 to 512")
-        if self.acceptance != "coupled" and not self.speculates:
-            needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: ngram"
-            raise refused_key("acceptance", needs)
         return self
 
     def _check_paired(self) -> None:

@@ -68,7 +68,6 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
             "vocabulary": vocabulary,
             "dtype": model_dtype(args, model),
             "engine": _engine(args, model),
-            "acceptance": args.acceptance,
             "logits_processors": args.logits_processors,
             "backend": args.backend,
             "extensions": args.model_dump(mode="json", include={"extensions"}),

@@ -248,7 +248,7 @@ def _job(
     bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
     if body.receipt:
-        check_receipt(body, model, sampling, api.settings)
+        check_receipt(body, model, api.settings)
         sampling = replace(sampling, logprobs=sampling.logprobs or 0)
     check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
@@ -332,7 +332,6 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
-        acceptance=_or(body.acceptance, info.acceptance),
         grammar=grammar,
     )
     return validated(params, model.vocab_size, model.eos_token_ids)
@@ -377,21 +376,17 @@ def check_prompt_logprobs(body: GenerationBody, num_prompt_tokens: int, limits: 
         )
 
 
-def check_receipt(body: GenerationBody, model: ServedModel, sampling: SamplingParams, settings: ApiSettings) -> None:
+def check_receipt(body: GenerationBody, model: ServedModel, settings: ApiSettings) -> None:
     """Refuse a receipt that could not be given, or that nobody could check.
 
     Raises:
-        UnsupportedParameterError: There is no key, or the tokens depend on more than the target and the seed.
+        UnsupportedParameterError: There is no key, or the draft was asked.
         InvalidParameterError: The answer has no output.
     """
     if settings.receipts is None:
         raise UnsupportedParameterError("receipt", "receipt: this service has no key for receipts (receipts.key_file)")
     if model.role == "draft":
         raise UnsupportedParameterError("receipt", f"receipt: is given of the target, not of {model.name!r}")
-    if sampling.acceptance != "coupled":
-        raise UnsupportedParameterError(
-            "receipt", f"receipt: under acceptance {sampling.acceptance} the text depends on drafts; ask for coupled"
-        )
     if not body.shows_output:
         raise InvalidParameterError("receipt", "receipt: this answer has no output: max_tokens must be at least 1")
 
@@ -441,9 +436,6 @@ def request_seed(body: GenerationBody) -> int:
 
 def _check_offered(body: GenerationBody, model: ServedModel, info: ModelInfo, settings: ApiSettings) -> None:
     """What depends on the service rather than on the value."""
-    if body.acceptance is not None and body.acceptance not in info.acceptance_rules:
-        offered = ", ".join(info.acceptance_rules)
-        raise UnsupportedParameterError("acceptance", f"acceptance must be one of: {offered}")
     if body.exactness == "strict" and (info.exactness, model.role) != ("strict", "target"):
         which = model.name if info.exactness == "strict" else "this service"
         raise UnsupportedParameterError("exactness", f"exactness must be fast: {which} does not run with strict")

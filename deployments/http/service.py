@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from cluster.config.limits import Limits, SharePrefixes
-from specdec.core.params import PLAIN_DEFAULTS, Acceptance, Exactness, GenerationDefaults, SequenceSpec
+from specdec.core.params import PLAIN_DEFAULTS, Exactness, GenerationDefaults, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Adapter, Tokens
 from specdec.protocol.ingress import TokenDelta
@@ -80,8 +80,6 @@ class ModelInfo:
     Attributes:
         draft: The draft as a model of its own; None where there is none, or it is not to be called.
         num_speculative_tokens: Draft tokens per round where a request says nothing.
-        acceptance_rules: Rules that a request may choose.
-        acceptance: The one of them that holds where it chooses none.
         exactness: Of the target.
         created_s: When the service was started, in seconds since the epoch.
         adapters: The adapters of the target by name, each a model that requests can name. A view of what is loaded
@@ -92,8 +90,6 @@ class ModelInfo:
     target: ServedModel
     draft: ServedModel | None = None
     num_speculative_tokens: int = 0
-    acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
-    acceptance: Acceptance = "coupled"
     exactness: Exactness = "fast"
     created_s: int = 0
     adapters: Mapping[str, ServedModel] = field(default_factory=dict)

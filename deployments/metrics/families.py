@@ -223,13 +223,13 @@ REPORTED = [
     _counter(
         _DRAFT,
         "num_right_tokens",
-        "Draft tokens that were decided as drafted, under the coupled rule.",
+        "Draft tokens that were decided as drafted.",
         name="draft_tokens_right",
     ),
     _counter(
         _DRAFT,
         "num_wrong_tokens",
-        "Draft tokens in whose place another was decided, under the coupled rule.",
+        "Draft tokens in whose place another was decided.",
         name="draft_tokens_wrong",
     ),
     _counter(

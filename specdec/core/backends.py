@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 from specdec.core.drafts import NO_DRAFT, Draft
 from specdec.core.log import TokenLog
-from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, are_ids
 from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
@@ -49,7 +48,6 @@ class VerifyJob(NamedTuple):
         log: All committed tokens. Must not be changed by the backend.
         draft: Proposed tokens, not longer than the worker wants committed at most, less one. A drafter may say
             anything, so they need not be tokens that the model has.
-        candidates: Under the rejection rule, what each draft token was drawn from; else empty.
         source: What the draft is; empty where there is none.
         room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
         parents: Where the draft is a tree, as in :class:`specdec.core.drafts.Draft`. A backend may verify less of
@@ -64,7 +62,6 @@ class VerifyJob(NamedTuple):
     log: TokenLog
     draft: Tokens
     spec: SequenceSpec
-    candidates: tuple[Candidates, ...] = ()
     source: str = ""
     room: int = 0
     parents: Tokens = ()
@@ -75,7 +72,7 @@ class VerifyJob(NamedTuple):
     @property
     def proposed(self) -> Draft:
         """The draft with all that is known of it."""
-        return Draft(self.draft, self.candidates, self.source, self.parents)
+        return Draft(self.draft, self.source, self.parents)
 
     def within(self, vocab_size: int) -> VerifyJob:
         """Cut the draft at the first token outside of [0, vocab_size): a drafter may say anything (rule 9)."""
@@ -84,7 +81,7 @@ class VerifyJob(NamedTuple):
             return self
         count = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
         draft = self.proposed.only(range(count))
-        return self._replace(draft=draft.tokens, candidates=draft.candidates, parents=draft.parents)
+        return self._replace(draft=draft.tokens, parents=draft.parents)
 
 
 class Verification(NamedTuple):
@@ -178,9 +175,8 @@ class Proposal(NamedTuple):
     """What a draft backend did for one job; ``token`` is None unless decided.
 
     Attributes:
-        candidates: Under the rejection rule, what the token was drawn from.
-        guesses: Other tokens that may well come at this place, the likeliest first, without ``token``: ranked with the
-            noise under the coupled rule, by probability under the rejection rule. At most as many as were wanted.
+        guesses: Other tokens that may well come at this place, the likeliest first, without ``token``, ranked with
+            the noise. At most as many as were wanted.
         likelihoods: How likely it is that the target says ``token``, and each of ``guesses``; empty if that is unknown.
         further: Proposals for the places after it, where the step gave several tokens in a row; none has further ones.
         num_passes: Forward passes that the step made, one after another.
@@ -190,7 +186,6 @@ class Proposal(NamedTuple):
 
     status: Status
     token: int | None = None
-    candidates: Candidates | None = None
     guesses: Tokens = ()
     likelihoods: tuple[float, ...] = ()
     further: tuple[Proposal, ...] = ()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import Candidates, Offer, Outcome
+from specdec.core.messages import Offer, Outcome
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Tokens
 
@@ -104,7 +104,6 @@ class Draft(NamedTuple):
 
     Attributes:
         tokens: Proposed tokens after the log.
-        candidates: Under the rejection rule, what each of them was drawn from; else empty.
         source: What it is: empty for none; ``chain`` or ``branch`` of an offer; ``heads``, of heads on the target;
             ``ngram`` or ``prediction``, looked up in the sequence's own text or in its prediction; or the name that
             another token drafter gives.
@@ -113,7 +112,6 @@ class Draft(NamedTuple):
     """
 
     tokens: Tokens = ()
-    candidates: tuple[Candidates, ...] = ()
     source: str = ""
     parents: Tokens = ()
 
@@ -145,7 +143,6 @@ class Draft(NamedTuple):
         renumbered = {-1: -1} | {place: i for i, place in enumerate(places)}
         return Draft(
             tuple(self.tokens[i] for i in places),
-            tuple(self.candidates[i] for i in places) if self.candidates else (),
             self.source,
             tuple(renumbered.get(self.parents[i], -1) for i in places) if self.parents else (),
         )
@@ -185,7 +182,7 @@ def merge(chains: Sequence[Draft], most_tokens: int = MAX_TREE_TOKENS) -> tuple[
             at = node
         added.append(len(tokens) - before)
     is_chain = parents == list(range(-1, len(parents) - 1))
-    return Draft(tuple(tokens), (), chains[0].source, () if is_chain else tuple(parents)), added
+    return Draft(tuple(tokens), chains[0].source, () if is_chain else tuple(parents)), added
 
 
 class DraftChooser(Protocol):
@@ -212,31 +209,25 @@ class DraftChooser(Protocol):
         ...
 
 
-def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+def remaining_draft(offer: Offer, log: TokenLog) -> Draft:
     """What an offer still proposes after a log; nothing if it does not fit (rule 6).
 
-    Its chain, or the branch of the outcome that has come, must agree with every token committed since. A branch is
-    chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
-    rule nothing has been drawn yet at the positions of the draft that is left, and each of its tokens, drawn from its
-    candidates without regard to the choice, gets the ratio test it needs (rule 9).
+    Its chain, or the branch of the outcome that has come, must agree with every token committed since.
 
     Args:
         offer: Of the same sequence.
         log: The committed tokens.
-        needs_candidates: Under the rejection rule a draft is of no use without what it was drawn from.
     """
     since, chain = log.since(offer.prefix_hash), offer.chain
     if since is None:
         return NO_DRAFT
     count = len(since)
     if chain[:count] == since:
-        rest = Draft(chain[count:], offer.candidates[count:], "chain")
-    else:
-        same = 0
-        while same < len(chain) and chain[same] == since[same]:
-            same += 1
-        rest = _branch(offer, same, since[same], since[same + 1 :])
-    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest
+        return Draft(chain[count:], "chain")
+    same = 0
+    while same < len(chain) and chain[same] == since[same]:
+        same += 1
+    return _branch(offer, same, since[same], since[same + 1 :])
 
 
 def awaits_token(offer: Offer, log: TokenLog) -> bool:
@@ -270,8 +261,7 @@ def foresees(chain: Tokens, branches: Sequence[tuple[Outcome, Tokens]], tokens: 
 def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
     """What is left of the branch of an outcome after the tokens committed since that."""
     outcome = (num_accepted, next_token)
-    for i, (foreseen, chain) in enumerate(offer.branches):
+    for foreseen, chain in offer.branches:
         if foreseen == outcome and chain[: len(since)] == since:
-            candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
-            return Draft(chain[len(since) :], candidates[len(since) :], "branch")
+            return Draft(chain[len(since) :], "branch")
     return NO_DRAFT

@@ -349,18 +349,6 @@ class Commit(Struct, frozen=True, array_like=True, tag=True):
     prefix_hash: PrefixHash
 
 
-class Candidates(NamedTuple):
-    """What a draft token was drawn from, for the rejection rule: the draft's distribution, cut to its likeliest.
-
-    Attributes:
-        ids: Distinct token ids.
-        probs: float32 probabilities, summing to 1.
-    """
-
-    ids: Tokens
-    probs: tuple[float, ...]
-
-
 class Outcome(NamedTuple):
     """The result of one verification: the key of a branch."""
 
@@ -375,9 +363,6 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
         chain: Draft tokens from ``prefix_hash`` on.
         branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
             would be prefix_hash + chain[:n] + (token,), and the branch's chain would go on from there.
-        candidates: Under the rejection rule, what each token of ``chain`` was drawn from; else empty.
-        branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
-            else empty. The outcome's own token was not drawn, and has none.
         steps: The drafter's steps for the sequence since the offer before, where the request asked for times.
         drafter: Whose it is: one of those that draft for the sequence, or the only one (rule 18).
     """
@@ -387,8 +372,6 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
     prefix_hash: PrefixHash
     chain: Tokens
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
-    candidates: tuple[Candidates, ...] = ()
-    branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
     steps: tuple[Interval, ...] = ()
     drafter: str = DRAFTER
 

@@ -13,7 +13,6 @@ from specdec.core.grammar import Grammar
 from specdec.core.tokens import NO_TOKENS, SharedTokens
 from specdec.core.types import Adapter, Finish
 
-Acceptance = Literal["coupled", "rejection"]
 Exactness = Literal["fast", "strict"]
 """Whether a token's logits have the same bits in whatever step it is read; see :mod:`specdec.executor.tiles`."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -47,7 +46,6 @@ class SamplingParams:
         ignore_eos: Go on past the model's end-of-sequence tokens.
         logprobs: Number of most likely tokens to report per output token, beside the chosen one; None reports nothing.
         prompt_logprobs: The same for the prompt's tokens.
-        acceptance: Rule by which draft tokens are kept; both give the target's own distribution.
         grammar: What the output must match from its first token on; None takes any. It can end only where it matches.
             It goes before every other field: where those leave nothing of what it allows, they do not count in a row.
     """
@@ -67,7 +65,6 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    acceptance: Acceptance = "coupled"
     grammar: Grammar | None = None
 
     @property

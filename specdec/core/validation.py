@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_args
 
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import Grammar, GrammarKind
-from specdec.core.params import LEAST_TEMPERATURE, Acceptance, SamplingParams
+from specdec.core.params import LEAST_TEMPERATURE, SamplingParams
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
@@ -77,7 +77,6 @@ def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[i
         ignore_eos=_flag("ignore_eos", params.ignore_eos),
         logprobs=_optional_integer("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
         prompt_logprobs=_optional_integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
-        acceptance=_acceptance(params.acceptance),
         grammar=_grammar(params.grammar),
     )
     ending = {*checked.stop_token_ids, *(() if checked.ignore_eos else eos_token_ids)}
@@ -176,12 +175,6 @@ def _optional_integer(parameter: str, value: object, low: int, high: int) -> int
 def _flag(parameter: str, value: object) -> bool:
     if not isinstance(value, bool):
         _refuse(parameter, "true or false", value)
-    return value
-
-
-def _acceptance(value: object) -> Acceptance:
-    if value != "coupled" and value != "rejection":
-        _refuse("acceptance", "'coupled' or 'rejection'", value)
     return value
 
 

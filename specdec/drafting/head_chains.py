@@ -149,5 +149,4 @@ class HeadChains:
         return {i: found.tokens[: counts[i], k].tolist() for k, i in enumerate(drawing)}
 
     def _is_plain(self, row: HeadRow) -> bool:
-        params = row.spec.sampling
-        return params.acceptance == "coupled" and not self._sampler.depends_on_tokens(params)
+        return not self._sampler.depends_on_tokens(row.spec.sampling)

@@ -31,7 +31,7 @@ from specdec.executor.runner import ModelRunner
 from specdec.models.hidden import HiddenStates
 from specdec.models.loading import LoadedModel
 from specdec.models.probe import AttentionLayer
-from specdec.sampling.acceptance import Drawn, propose_siblings
+from specdec.sampling.acceptance import Drawn, propose
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 
@@ -215,7 +215,7 @@ class HeadDrafter:
 
     Heads that cache nothing know of the tokens of a draft nothing: their trees have one shape. For others a tree grows
     where tokens are likeliest to be kept (Li et al. 2024, "EAGLE-2: Faster inference of language models with dynamic
-    draft trees", section 4). Under the rejection rule nothing of its shape depends on what was drawn.
+    draft trees", section 4).
 
     Args:
         heads: Give logits for the places.
@@ -300,8 +300,9 @@ class HeadDrafter:
     def _draw(self, features: Tensor, place: int, groups: Sequence[RowGroup], num_ranks: int) -> list[list[Drawn]]:
         with torch.inference_mode():
             logits = self._heads.logits(features, place)
-        # Heads that overflow draft badly, and no more: what they were drawn from stays a distribution.
-        return propose_siblings(self._sampler, logits.nan_to_num(0.0), groups, num_ranks)
+        # Heads that overflow draft badly, and no more.
+        drawn = propose(self._sampler, logits.nan_to_num(0.0), groups, num_ranks - 1)
+        return [[first, *map(Drawn, first.guesses)] for first in drawn]
 
     def _places(self, features: Tensor, rows: Sequence[HeadRow], counts: Sequence[int]) -> list[list[list[Drawn]]]:
         """Of each row, what was drawn for each place of its draft, the first of them in a chain."""
@@ -330,7 +331,7 @@ class HeadDrafter:
         return count
 
     def _shaped(self, places: list[list[Drawn]]) -> Draft:
-        """The shape's tokens, as far as there are places and candidates; which ones depends on no token drawn."""
+        """The shape's tokens, as far as there are places and tokens drawn for them."""
         numbers, parents = {-1: -1}, list[int]()
         drawn: list[Drawn] = []
         for number, node in enumerate(self._shape):
@@ -446,6 +447,5 @@ class _Tree:
 
 
 def _draft(drawn: Sequence[Drawn], parents: Sequence[int]) -> Draft:
-    candidates = tuple(one.candidates for one in drawn if one.candidates is not None)
     is_chain = list(parents) == list(range(-1, len(parents) - 1))
-    return Draft(tuple(one.token for one in drawn), candidates, OF_HEADS, () if is_chain else tuple(parents))
+    return Draft(tuple(one.token for one in drawn), OF_HEADS, () if is_chain else tuple(parents))

@@ -16,7 +16,6 @@ import numpy as np
 
 from specdec.core.drafts import NO_DRAFT, Draft
 from specdec.core.log import TokenLog
-from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenArray, TokenSequence, as_array, followed
 from specdec.core.types import Tokens
@@ -226,13 +225,6 @@ class Match:
         tokens, place = self.index.tokens, self.place
         period = len(tokens) - place
         return tuple(takewhile(lambda token: token != _GAP, (tokens[place + i % period] for i in range(count))))
-
-
-def point_masses(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
-    """What tokens were drawn from that were not drawn: each from itself; nothing where the rule does not ask."""
-    if spec.sampling.acceptance != "rejection":
-        return ()
-    return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
 def token_drafter(spec: SequenceSpec, options: NgramOptions | None) -> TokenDrafter | None:

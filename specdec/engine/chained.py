@@ -22,7 +22,7 @@ from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.executor.staging import Downloads
 from specdec.executor.steps import unread
-from specdec.sampling.acceptance import Drawn, drawn_coupled, rank_coupled
+from specdec.sampling.acceptance import Drawn, drawn_tokens, rank_tokens
 from specdec.sampling.chains import ChainSampler
 from specdec.sampling.on_kernels import LaidOut
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -38,7 +38,7 @@ class ChainRow:
     Attributes:
         sequence: Has room for ``tokens``, and for ``num_tokens - 1`` more.
         is_parallel: Whether one pass gives all tokens: what stands for all but the first is read with ``tokens``.
-        spec: Of the sequence, under the coupled rule.
+        spec: Of the sequence.
         tokens: In the vocabulary of the sampler.
         num_tokens: How many are drawn.
         num_guesses: As for :func:`specdec.sampling.acceptance.propose`.
@@ -173,7 +173,7 @@ def _settled(
     ended = set(spoilt_rows)
     for of_pass, is_right, columns in passes:
         ended |= set(np.flatnonzero(~is_right).tolist())
-        for i, token in enumerate(drawn_coupled(of_pass, columns)):
+        for i, token in enumerate(drawn_tokens(of_pass, columns)):
             if i not in ended:
                 drawn[i].append(token)
     for row, length, own in zip(rows, lengths, drawn, strict=True):
@@ -189,7 +189,7 @@ def _can_be_recorded(sampler: Sampler, rows: Sequence[ChainRow], recorded: Chain
 
 
 _Pass = tuple[list[RowGroup], NDArray[np.bool_], list[NDArray[Any]]]
-"""Its groups, whether what they gave is finite, and the columns of :func:`drawn_coupled`."""
+"""Its groups, whether what they gave is finite, and the columns of :func:`drawn_tokens`."""
 
 
 def _of_chains(found: ChainsRead, groups: list[RowGroup], rows: Sequence[ChainRow]) -> Iterable[_Pass]:
@@ -244,7 +244,7 @@ def _launch(
     drawing = rows
     while True:
         num_guesses = max(row.num_guesses for row in drawing)
-        ranked = rank_coupled(sampler, runner.finite(logits), groups, num_guesses, laid_out, runner.extra)
+        ranked = rank_tokens(sampler, runner.finite(logits), groups, num_guesses, laid_out, runner.extra)
         of_passes.append(groups)
         found += [runner.is_finite, *ranked]
         drawing = [row for row in drawing if row.num_tokens > len(of_passes)]

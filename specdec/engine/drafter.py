@@ -16,7 +16,6 @@ from specdec.checkpoint.compat import VocabularyMapping
 from specdec.core.backends import DraftJob, Proposal, Status
 from specdec.core.params import SamplingParams
 from specdec.core.tokens import TokenBuffer, TokenSequence, as_list, common_prefix_length, followed
-from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.chained import Chained, ChainRow, UnreadChains, begin_chained, recorded_chains
 from specdec.engine.scheduler import Request, ScheduledRow
@@ -124,7 +123,7 @@ class _Deciding:
         guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
         if self.num_tokens > 1:
             self.tokens = followed(self.tokens, (drawn.token,))
-        self.drawn.append(Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods))
+        self.drawn.append(Proposal(Status.DECIDED, drawn.token, guesses, likelihoods))
 
     def proposal(self) -> Proposal:
         """What was drawn; of an error after the first token nothing is said, as it may never come to that place."""
@@ -332,7 +331,7 @@ class ModelDrafter(ModelBackend):
         return results
 
     def _chains(self, placed: Sequence[tuple[int, DraftJob, RowInput]]) -> list[ChainRow]:
-        """The rows that draw, where all of them do so under the coupled rule; they come first."""
+        """The rows that draw; they come first."""
         if not self._num_chained:
             return []
         return [
@@ -352,7 +351,7 @@ class ModelDrafter(ModelBackend):
         """
         jobs = [job for _, job, row in placed if row.num_logits]
         num_passes = self._num_chained_passes
-        can_chain = all(self._can_chain(job.spec.sampling) for job in jobs)
+        can_chain = not any(self._sampler.depends_on_tokens(job.spec.sampling) for job in jobs)
         if self._mask:
             is_recorded = can_chain and self._recorded is not None
             return {job.key: row.num_logits for _, job, row in placed if row.num_logits} if is_recorded else {}
@@ -371,10 +370,7 @@ class ModelDrafter(ModelBackend):
         """Whether kernels draw a token for each row, none of which fails: what they need then travels with the pass."""
         if self._mask or self._mapper is not None or self._sampler.kernels(self._runner.output_device) is None:
             return False
-        return all(one.acceptance == "coupled" and one.grammar is None for one in params)
-
-    def _can_chain(self, params: SamplingParams) -> bool:
-        return params.acceptance == "coupled" and not self._sampler.depends_on_tokens(params)
+        return all(one.grammar is None for one in params)
 
     def _draw(self, logits: Tensor, deciding: Sequence[_Deciding]) -> None:
         """Draw all tokens, place by place: those before it count for what may be drawn."""
@@ -407,7 +403,7 @@ class ModelDrafter(ModelBackend):
                 num_held = self._want(job)
                 forced = self._sampler.forced(job.spec, jobs[i].tokens, 1)
                 if forced:  # it is read with the first token that is not
-                    results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
+                    results[i] = Proposal(Status.DECIDED, forced[0])
                     continue
                 able.append((i, job))
                 num_ahead = self._num_ahead(job)

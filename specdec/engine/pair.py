@@ -90,14 +90,11 @@ class _Drafting:
     def take(self, proposal: Proposal) -> bool:
         """Take what was proposed; whether the draft goes on after it.
 
-        It ends with a token that ends the text, but not under the rejection rule, where its length must not depend on
-        what was drawn (rule 9), nor where that is not known.
+        It ends with a token that ends the text, if that is known.
         """
         if proposal.status is not Status.DECIDED:
             return False
-        spec = self.job.spec
-        is_whole = self.is_handed or spec.sampling.acceptance == "rejection"
-        last = frozenset[int]() if is_whole else spec.ending_token_ids
+        last = frozenset[int]() if self.is_handed else self.job.spec.ending_token_ids
         for one in (proposal, *proposal.further)[: self.num_tokens - len(self.drawn)]:
             self.drawn.append(one)
             if one.token is not None:
@@ -112,12 +109,9 @@ class _Drafting:
         self.sequence.tokens.truncate(len(self.job.log))
 
     def draft(self) -> Draft:
-        """What was drawn, under the rejection rule as far as it is known what it was drawn from."""
+        """What was drawn."""
         tokens = tuple(one.token for one in self.drawn if one.token is not None)
-        candidates = tuple(one.candidates for one in self.drawn if one.candidates is not None)
-        if self.job.spec.sampling.acceptance == "rejection":
-            tokens = tokens[: len(candidates)]
-        return Draft(tokens, candidates, "chain") if tokens else Draft()
+        return Draft(tokens, "chain") if tokens else Draft()
 
 
 class PairedTarget:
@@ -175,7 +169,6 @@ class PairedTarget:
             jobs = [
                 job._replace(
                     draft=draft.tokens,
-                    candidates=draft.candidates,
                     source=draft.source,
                     parents=(),
                     unread=unread,

@@ -317,9 +317,6 @@ class _Step:
 def shares(wanted: Sequence[int], total: int, turn: int) -> list[int]:
     """Divide ``total`` draft tokens evenly: all get up to the same number, and the rest goes around by turns.
 
-    A draft that is shorter by itself is not cut, or cut where it would have been: under the rejection rule the number
-    of tokens that are tested must not depend on what they are.
-
     Args:
         wanted: By each draft, at least 1.
         total: At most so many in all, at least 0.

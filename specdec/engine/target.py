@@ -23,7 +23,6 @@ from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
 from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
 from specdec.drafting.heads import HeadDrafter, HeadRow
-from specdec.drafting.ngram import point_masses
 from specdec.engine.backend import ModelBackend
 from specdec.engine.drafter import ModelDrafter, UnreadDrafts
 from specdec.engine.scheduler import Request, ScheduledRow
@@ -321,7 +320,7 @@ class ModelTarget(ModelBackend):
         step: list[_Row] = []
         keys: list[str] = []
         lengths: list[int] = []
-        for place, (key, log, tokens, spec, candidates, source, _, parents, *_) in enumerate(jobs):
+        for place, (key, log, tokens, spec, source, _, parents, *_) in enumerate(jobs):
             known, sequence = known_of(key), sequence_of(key)
             if known is None or sequence is None or known.log is not log or known.spec is not spec:
                 return None
@@ -331,7 +330,7 @@ class ModelTarget(ModelBackend):
             length = known.num_read + len(new)
             if len(sequence.tokens.array) != length - 1:  # others have taken its room, or a step has failed
                 return None
-            draft = Draft(tokens, candidates[:count], source) if count else NO_DRAFT
+            draft = Draft(tokens, source) if count else NO_DRAFT
             step.append(_Row(place, RowInput(sequence, (new[-1], *tokens), 1 + count), draft, length, True, False))
             keys.append(key)
             lengths.append(length + count)
@@ -390,7 +389,7 @@ class ModelTarget(ModelBackend):
         A tree is verified after a single token, by layers that attend: where all but its log's last ``is_read``.
         Elsewhere its chain is.
         """
-        draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
+        draft = job.proposed
         if job.parents and not (self._runner.takes_trees and is_read):
             draft = draft.chain()
         return draft if self._max_draft is None else draft.only(range(min(len(draft.tokens), self._max_draft)))
@@ -434,8 +433,7 @@ class ModelTarget(ModelBackend):
             RowGroup(jobs[place].spec, jobs[place].log.tokens, draft.tokens, None, draft.parents)
             for place, _, draft, *_ in deciding
         ]
-        candidates = [one.draft.candidates for one in deciding]
-        return Decision(self._sampler, groups, candidates, self._runner.output_device)
+        return Decision(self._sampler, groups, self._runner.output_device)
 
     def _results(
         self, jobs: Sequence[VerifyJob], deciding: Sequence[_Row], decision: Decision
@@ -514,7 +512,7 @@ def as_chain(job: VerifyJob) -> VerifyJob:
     if not job.parents:
         return job
     chain = job.proposed.chain()
-    return job._replace(draft=chain.tokens, candidates=chain.candidates, parents=())
+    return job._replace(draft=chain.tokens, parents=())
 
 
 def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
@@ -530,4 +528,4 @@ def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
     forced = sampler.forced(spec, tokens, min(job.room, _MOST_FORCED if bound is None else bound))
     if draft[: len(forced)] == forced:
         return job._replace(draft=draft)
-    return job._replace(draft=forced, candidates=point_masses(spec, forced), source="")
+    return job._replace(draft=forced, source="")

@@ -17,7 +17,6 @@ import torch
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.slots import SequenceState, Window
 from specdec.core.errors import ModelLoadError
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
@@ -32,7 +31,7 @@ from specdec.kernels.gather import max_group_numbers
 from specdec.models.hidden import layers_of
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import StepMemory
-from specdec.sampling.acceptance import decide, rank_coupled
+from specdec.sampling.acceptance import decide, rank_tokens
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES, RowGroup, Sampler
 from specdec.sampling.rows import max_slice_rows
 
@@ -48,7 +47,6 @@ _WAYS: tuple[tuple[Mapping[str, Any], ...], ...] = (
     ({}, {"frequency_penalty": 0.1}),
     ({}, {"allowed_token_ids": (0,)}),  # a mask, as grammars have
     ({}, {"logprobs": 1}),
-    ({}, {"acceptance": "rejection"}),
 )
 """What kernels leave out where nobody in a step uses it: they are compiled with each of them and without."""
 
@@ -253,15 +251,12 @@ def warm_sampling(
     num_rows = min(limits.max_num_logits, max_slice_rows(sampler.vocab_size))
     num_logits = 1 + num_draft_tokens
     for counts in ([num_logits] * max(1, num_rows // num_logits), [1] * min(num_rows, limits.max_num_seqs)):
-        decide(sampler, no_logits(sum(counts)), _groups(_GREEDY, counts), [()] * len(counts))
-    few, many = ((Candidates((0,) * n, (1.0,) * n),) for n in (1, 2))
+        decide(sampler, no_logits(sum(counts)), _groups(_GREEDY, counts))
     for parts in product(*_WAYS):
         params = replace(_GREEDY, **{name: value for part in parts for name, value in part.items()})
-        for candidates in (few, many) if params.acceptance == "rejection" else ((),):
-            decide(sampler, logits, _groups(params, [2]), [candidates])
-        if params.acceptance == "coupled":
-            for num_guesses in 0, 1:
-                rank_coupled(sampler, logits, _groups(params, [1, 1]), num_guesses)
+        decide(sampler, logits, _groups(params, [2]))
+        for num_guesses in 0, 1:
+            rank_tokens(sampler, logits, _groups(params, [1, 1]), num_guesses)
     sampler.take_failures()
 
 
@@ -274,7 +269,7 @@ def _sample(logits: torch.Tensor, counts: list[int], vocab_size: int) -> None:
     """Decide all rows, and report of them, as a step does for requests that ask for the most."""
     sampler = Sampler(vocab_size, noise_cache_bytes=0)
     groups = _groups(_LARGEST_SAMPLING, counts)
-    decide(sampler, logits, groups, [()] * len(groups))
+    decide(sampler, logits, groups)
     sampler.take_failures()  # random weights may well give NaNs
 
 

@@ -55,9 +55,6 @@ class SampleStep:
         masks: [M, ceil(V / 32)], a bit for each token.
         ended: [N, E], tokens that would end the sequence before ``min_tokens``; -1 for none.
         bad: [N, W], tokens that would complete a bad word; -1 for none.
-        rejects: [R], 1 where the request has the rejection rule, else 0.
-        draft_ids: [N, C], under that rule, what the draft token was drawn from; -1 for none.
-        draft_probs: float32 [N, C], and with which probabilities.
     """
 
     sequence: Tensor
@@ -83,9 +80,6 @@ class SampleStep:
     masks: Tensor
     ended: Tensor
     bad: Tensor
-    rejects: Tensor
-    draft_ids: Tensor
-    draft_probs: Tensor
 
 
 def record_width(max_rows: int) -> int:

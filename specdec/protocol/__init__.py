@@ -17,8 +17,8 @@ its log and the hash of that many tokens. The rules, by the numbers under which 
    branches first, then chains, and says so.
 8. After a target's death its sequences are opened elsewhere from the router's log; after a router's death the ingress
    submits them again with the tokens it has; after a drafter's death sequences go on plainly.
-9. Under the rejection rule no branch is chosen by a token that is still to be drawn: that would bias the draw.
-   Nor does what was drawn for a draft decide whether, or how far, it is verified.
+9. A draft never ends a sequence: it is cut at its first id outside the target's vocabulary, a step that fails with
+   drafts is tried without them, and a token drafter or heads that raise are switched off for the sequence.
 10. A drafter draws by the same pipeline as the target. That is for acceptance; exactness never depends on it.
 11. The ingress finds stop strings, in the text, and cancels.
 12. The target decides every other finish while it walks the accepted run; nothing after it is committed.

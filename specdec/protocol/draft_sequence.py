@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from specdec.core.backends import DraftJob, Proposal
-from specdec.core.messages import Candidates, Interval, Offer, Open, Outcome, Plan
+from specdec.core.messages import Interval, Offer, Open, Outcome, Plan
 from specdec.core.tokens import TokenBuffer, common_prefix_length
 from specdec.core.types import Tokens
 from specdec.drafting.branches import Likelihoods, foreseen, likely_outcomes
@@ -46,13 +46,6 @@ class Path:
     def likelihoods(self, count: int) -> list[Likelihoods]:
         """For each of the first ``count``, how likely it is and each of its guesses; empty where that is unknown."""
         return [proposal.likelihoods for proposal in self.proposals[:count]]
-
-    def candidates(self, count: int | None = None) -> tuple[Candidates, ...]:
-        """What each of the first ``count`` was drawn from, under the rejection rule; else nothing."""
-        if not self.proposals or self.proposals[0].candidates is None:
-            return ()
-        drawn = (proposal.candidates for proposal in self.proposals[:count])
-        return tuple(candidates for candidates in drawn if candidates is not None)
 
 
 class Branch:
@@ -106,10 +99,7 @@ class DraftSequence(WorkerSequence):
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
         is_skipped: Whether nothing is drafted for it any more.
-        ending_token_ids: End the sequence: no branch follows one.
-        last_token_ids: End a chain. There are none under the rejection rule: how long a chain is, and when it is
-            complete, decide whether the target verifies it, and must not depend on the tokens that were drawn for it
-            (rule 9). What follows an ending token is drafted in vain, at most once a sequence where the draft is right.
+        ending_token_ids: End the sequence: nothing is drafted after one.
     """
 
     __slots__ = (
@@ -121,7 +111,6 @@ class DraftSequence(WorkerSequence):
         "forked_for",
         "intervals",
         "is_skipped",
-        "last_token_ids",
         "limit",
         "num_branches",
         "num_forks",
@@ -141,8 +130,6 @@ class DraftSequence(WorkerSequence):
         self.tokens = TokenBuffer(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}
         self.ending_token_ids = message.spec.ending_token_ids
-        is_drawn = message.spec.sampling.acceptance == "rejection"
-        self.last_token_ids = frozenset[int]() if is_drawn else self.ending_token_ids
         self.forked_for = 0, 0, 0
         self.num_forks = 0
         self.num_verified = 0
@@ -168,7 +155,7 @@ class DraftSequence(WorkerSequence):
             assert one.token is not None, "only what was decided is drafted"
             path.append(one)
             new.append(one.token)
-            if one.token in self.last_token_ids:
+            if one.token in self.ending_token_ids:
                 break
         tokens = self.tokens if branch is None else branch.tokens
         if tokens is not None:
@@ -280,7 +267,7 @@ class DraftSequence(WorkerSequence):
 
     def _has_ended(self, path: Path) -> bool:
         """Whether nothing is drafted after a path: its last token ends the sequence."""
-        return bool(path.tokens) and path.tokens[-1] in self.last_token_ids
+        return bool(path.tokens) and path.tokens[-1] in self.ending_token_ids
 
     def likely_outcomes(self) -> list[Outcome]:
         """The fan-out over what is verified now, as far as the chain's guesses name it by now."""
@@ -353,15 +340,12 @@ class DraftSequence(WorkerSequence):
         self.offered_end = self.end
         intervals = tuple(self.intervals)
         self.intervals.clear()
-        length, drawn = len(self.log), self.path.candidates()
+        length = len(self.log)
         branches: list[tuple[Outcome, Tokens]] = []
-        candidates: list[tuple[Candidates, ...]] = []
         for branch in self.branches.values():
             if branch.path.tokens:
                 drafted = tuple(branch.path.tokens[: branch.num_wanted])
                 branch.num_offered = len(drafted)
                 branches.append((Outcome(branch.position - length, branch.token), drafted))
-                if drawn:
-                    candidates.append(branch.path.candidates(branch.num_offered))
-        offered = tuple(self.path.tokens), tuple(branches), drawn, tuple(candidates), intervals, self.drafter
+        offered = tuple(self.path.tokens), tuple(branches), intervals, self.drafter
         return Offer(self.seq, self.epoch, self.log.prefix_hash(), *offered)

@@ -33,7 +33,7 @@ class DrafterCounters:
         num_kept_tokens: Draft tokens, of chains and promoted branches, that were committed.
         num_discarded_tokens: Draft tokens of chains that the log went past another way.
         num_branches_forked: Branches begun.
-        num_right_tokens: Under the coupled rule, tokens of chains and promoted branches that were decided as drafted,
+        num_right_tokens: Tokens of chains and promoted branches that were decided as drafted,
             whether or not they were verified: offers may be late.
         num_wrong_tokens: ... in whose place another was; what was drafted after them is in neither.
         num_promoted: Branches that became the chain, because their outcome came.
@@ -318,16 +318,15 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
     def _advance(self, sequence: DraftSequence, start: int) -> int:
         """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is.
 
-        Under the coupled rule a draft token is accepted if and only if it is the one that is decided, verified or not.
+        A draft token is accepted if and only if it is the one that is decided, verified or not.
         """
         end = sequence.advance(start)
         self.counters.num_kept_tokens += end - start
         if sequence.span is not None:
             sequence.span.add(num_kept_tokens=end - start)
-        if sequence.spec.sampling.acceptance == "coupled":
-            self.counters.num_right_tokens += end - start
-            if end < len(sequence.log) and len(sequence.path) > 0:
-                self.counters.num_wrong_tokens += 1
+        self.counters.num_right_tokens += end - start
+        if end < len(sequence.log) and len(sequence.path) > 0:
+            self.counters.num_wrong_tokens += 1
         return end
 
     def _promote(self, sequence: DraftSequence, branch: Branch) -> None:

@@ -53,7 +53,7 @@ class RouterMachine:
         fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
         max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
         drafters: Names of the drafters, each with workers of its own: all draft for a sequence (rule 18). The first is
-            the one that sequences of the draft model ask, and that drafts under the rejection rule.
+            the one that sequences of the draft model ask.
         keeps_numeric: Whether targets refuse sequences that have begun by another numeric contract (rule 17).
         outlives_contract: Whether a sequence goes on where no target of its numeric contract is left (rule 17).
 

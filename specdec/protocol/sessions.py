@@ -171,8 +171,7 @@ class Session(LeasedSequence):
     """A sequence's log of record. Its epoch is (attempt, 0); each of its links has an ``n`` of its own.
 
     Attributes:
-        drafters: Its links to those that may draft for it, by their names; its request may leave some out. Under the
-            rejection rule there is one, that was chosen before anything was drafted (rule 18).
+        drafters: Its links to those that may draft for it, by their names; its request may leave some out.
         client_length: Length that the ingress has acknowledged.
         sent_length: Length up to which it was sent.
         prompt_sent_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
@@ -224,7 +223,6 @@ class Session(LeasedSequence):
         is_of_target = message.spec.model == "target"
         self.target = WorkerLink("target" if is_of_target else drafters[0])
         drafting = [name for name in drafters if not self.spec.drafters or name in self.spec.drafters]
-        drafting = drafting[:1] if message.spec.sampling.acceptance == "rejection" else drafting
         self.drafters = {name: WorkerLink(name) for name in drafting}
         self.numeric = message.numeric
         self.refused_by: set[str] = set()

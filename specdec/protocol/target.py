@@ -37,7 +37,7 @@ from specdec.core.messages import (
 )
 from specdec.core.tokens import are_ids
 from specdec.core.types import PackedLogprobs, Tokens
-from specdec.drafting.ngram import NgramOptions, Reading, TokenDrafter, point_masses, token_drafter
+from specdec.drafting.ngram import NgramOptions, Reading, TokenDrafter, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target_sequence import DraftTrust, KeptOffer, Proposed, Record, TargetCounters, TargetSequence
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
@@ -173,7 +173,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             if draft is not None:
                 deciding.append(sequence)
                 room = 0 if is_plain else self._room(sequence)
-                drafted = draft.tokens, sequence.spec, draft.candidates, draft.source
+                drafted = draft.tokens, sequence.spec, draft.source
                 wants_own = self._chooser is None or self._chooser.wants_own(sequence.spec, len(sequences))
                 most_own = self._most_own(sequence, draft, room, len(sequences))
                 job = VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own, most_own)
@@ -334,7 +334,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         try:
             draft = drafter.draft(sequence.log, room, self._reading).first(room)
             sequence.has_long_draft = bool(draft.tokens) and drafter.is_long
-            return draft if draft.candidates else draft._replace(candidates=point_masses(sequence.spec, draft.tokens))
+            return draft
         except Exception as error:
             self._drop_token_drafter(sequence, error)
             return NO_DRAFT
@@ -448,7 +448,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self._drop_offer(sequence, superfluous)
 
     def _rest(self, sequence: TargetSequence, offer: Offer) -> Draft:
-        return remaining_draft(offer, sequence.log, needs_candidates=sequence.needs_candidates)
+        return remaining_draft(offer, sequence.log)
 
     def _drop_offer(self, sequence: TargetSequence, kept: KeptOffer) -> None:
         sequence.offers.remove(kept)
@@ -459,9 +459,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """What a sequence has verified in this step; None where it is held back for an offer.
 
         A chooser takes what gains most. Without one a long match goes first, unless the plan drafts more tokens than
-        it has; then an offer; then the longer of a short match and the backend's own draft. Nothing here depends on
-        what was drawn for a draft (rule 9): a match is no draw, the backend's own draft has a fixed length, and a
-        drafter's chain grows with time alone (:class:`specdec.protocol.draft_sequence.DraftSequence`).
+        it has; then an offer; then the longer of a short match and the backend's own draft.
         """
         found = self._token_draft(sequence)
         is_long = sequence.has_long_draft
@@ -523,12 +521,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         return draft, [best[name][1] for name in names]
 
     def _ranked(self, sequence: TargetSequence, drafters: Iterable[str]) -> list[str]:
-        """The drafters of a draft, those first that have been right most often: no token at hand decides it.
-
-        Under the rejection rule it is one, by nothing that was ever drawn (rule 9); its router has asked no other.
-        """
-        if sequence.needs_candidates:
-            return sorted(drafters)[:1]
+        """The drafters of a draft, those first that have been right most often."""
         return sorted(drafters, key=lambda name: (-self._records[name].rate, name))
 
     def _most_offered(self, sequence: TargetSequence) -> int:

@@ -100,7 +100,6 @@ class TargetSequence(WorkerSequence):
         reason: What went wrong, where it ended with an error.
         is_cleared: Whether its router knows that its group is about to be tried; True where no group was named.
         announced_s: When that was first sent to its router.
-        needs_candidates: Whether a draft is of no use without what it was drawn from.
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
@@ -118,7 +117,7 @@ class TargetSequence(WorkerSequence):
 
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "needs_candidates", "notes", "offers", "own_draft", "proposed"),
+        *("is_patient", "notes", "offers", "own_draft", "proposed"),
         *("draft_intervals", "draft_trust", "has_long_draft", "opened", "rank", "reason", "round_start"),
         *("token_drafter", "sent_s"),
     )
@@ -131,7 +130,6 @@ class TargetSequence(WorkerSequence):
         self.reason = ""
         self.is_cleared = not message.suspects
         self.announced_s = float("inf")
-        self.needs_candidates = self.spec.sampling.acceptance == "rejection"
         self.acked = self.opened = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()

@@ -112,8 +112,6 @@ class Auditor:
         receipt = answer.receipt
         if receipt.model.adapter:
             return Verdict(receipt.id, "refused", reasons=("answers with an adapter are not audited",))
-        if receipt.sampling.acceptance != "coupled":
-            return Verdict(receipt.id, "refused", reasons=("under rejection tokens depend on drafts",))
         if refusal := self._scorer.refusal(receipt):
             return Verdict(receipt.id, "refused", reasons=(refusal,))
         for name, its, mine in (

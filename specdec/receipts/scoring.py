@@ -1,6 +1,6 @@
 """How far each token of an answer is from what the model itself would have chosen, by reading the answer once.
 
-Under the coupled rule a token is the largest of the scores log probability plus noise, and the noise is a function of
+A token is the largest of the scores log probability plus noise, and the noise is a function of
 seed and position (:mod:`specdec.sampling.noise`). So one prefill tells of every token what it lacks to the largest
 score: nothing, where the answer is the model's own. This is the test of Token-DiFR (Karvonen et al. 2025), and needs no
 decoding.

@@ -1,1 +1,1 @@
-"""From logits to tokens: the pipeline, the shared noise, the acceptance rules, the finish rules."""
+"""From logits to tokens: the pipeline, the shared noise, the acceptance rule, the finish rules."""

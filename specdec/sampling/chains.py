@@ -24,7 +24,7 @@ _WHOLE = ("counts", "prompt_bits", "masks")
 
 
 class ChainSampler:
-    """A :class:`specdec.executor.chains.TokenChooser` by the coupled rule, of what nothing edits.
+    """A :class:`specdec.executor.chains.TokenChooser` for rows that nothing edits.
 
     Noise and truncation are always in: a row that uses neither leaves them out by itself.
 
@@ -92,9 +92,7 @@ class ChainSampler:
         step, scores = replace(self._step, **own), self._triton.edited[:n] if self.num_guesses else None
         step = replace(step, position=step.position + number)
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
-            self._triton.decide(
-                logits, step, penalties=False, truncation=True, noise=True, rejection=False, scores=scores
-            )
+            self._triton.decide(logits, step, penalties=False, truncation=True, noise=True, scores=scores)
         tokens = self._triton.chosen[:n].clamp(min=0)  # the model reads those of padding, too
         if scores is None:
             return Chosen(tokens, None, None)

@@ -93,8 +93,8 @@ class Editor:
             biases = [
                 self._bias(group.spec.sampling) if group.spec.sampling.logit_bias else _NO_BIAS for group in groups
             ]
-            bias_token = padded([tokens for tokens, _ in biases], np.int32, -1)
-            bias = padded([values for _, values in biases], np.float32, 0)
+            bias_token = _padded([tokens for tokens, _ in biases], np.int32, -1)
+            bias = _padded([values for _, values in biases], np.float32, 0)
         counted, ahead = self.token_counts.none_counted(len(groups)), no_tokens
         if features & PENALTIES:
             counted = self.token_counts.counted(groups)
@@ -260,10 +260,10 @@ def _by_row(
     for number in np.flatnonzero(uses).tolist():
         start = rows.starts[number]
         lists[start : start + rows.counts[number]] = of_group(number, rows.groups[number])
-    return padded(lists, np.int32, -1)
+    return _padded(lists, np.int32, -1)
 
 
-def padded(lists: Sequence[Sequence[float] | NDArray[Any]], dtype: type[Any], fill: float) -> NDArray[Any]:
+def _padded(lists: Sequence[Sequence[float] | NDArray[Any]], dtype: type[Any], fill: float) -> NDArray[Any]:
     """[number of lists, longest], filled up."""
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     values = np.full((len(lists), lengths.max(initial=0)), fill, dtype)

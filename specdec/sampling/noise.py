@@ -1,7 +1,7 @@
 """Counter-based random numbers: the same on every device, for every batch, after every restart.
 
 Philox 4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.2) maps a
-64-bit key and a 128-bit counter to four 32-bit words. Key: the sequence's seed. Counter: (index, position, purpose, 0).
+64-bit key and a 128-bit counter to four 32-bit words. Key: the sequence's seed. Counter: (index, position, 0, 0).
 No generator has a state, so a token's noise is a function of (seed, position, token id) and of nothing else. It is kept
 between steps: later rounds and other branches want a position's noise again.
 """
@@ -12,7 +12,6 @@ import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -34,17 +33,6 @@ _WORDS_PER_CALL = 4
 # Calls per pass. A CPU core keeps the buffers of a pass in its second-level cache; a GPU wants long kernels.
 _CPU_CALLS_PER_PASS = 1 << 13
 _GPU_CALLS_PER_PASS = 1 << 21
-
-
-class Purpose(IntEnum):
-    """What a random number is for; part of the counter, so that no two uses share numbers."""
-
-    GUMBEL = 0
-    """The noise both models share under the coupled rule."""
-    DRAFT = 1
-    """The drafter's draw from its truncated distribution, under the rejection rule."""
-    TARGET = 2
-    """The target's acceptance test and its own draw, under the rejection rule."""
 
 
 def derive_seed(seed: int, prompt_index: int, sample_index: int) -> int:
@@ -79,7 +67,7 @@ def philox(counter: Words[Array], key: Array) -> Words[Array]:
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str) -> Tensor:
     """Standard Gumbel noise for every token of the vocabulary at one position per row.
 
-    Token t takes word t % 4 of the call with counter (t // 4, position, GUMBEL, 0), so its noise does not depend on
+    Token t takes word t % 4 of the call with counter (t // 4, position, 0, 0), so its noise does not depend on
     ``vocab_size``. See :func:`specdec.kernels.fixed.gumbel` for what is made of the word: the same bits on all devices.
 
     Args:
@@ -101,37 +89,13 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
         rows = slice(start, start + rows_per_pass)
         for first in range(0, num_calls, calls_per_pass):
             calls = slice(first, min(first + calls_per_pass, num_calls))
-            words = _call(calls, seeds[rows], positions[rows], Purpose.GUMBEL, device)
+            words = _call(calls, seeds[rows], positions[rows], device)
             out[rows, calls] = fixed.gumbel(module_of(out).stack(words, -1))
     return noise.flatten(1)[:, :vocab_size]
 
 
-def uniforms(
-    seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, device: torch.device | str, num_pairs: int = 1
-) -> Tensor:
-    """Pairs of independent uniforms, strictly inside (0, 1), for each (seed, position, purpose).
-
-    Args:
-        seeds: 64-bit seeds in [0, 2**64), N of them.
-        positions: Absolute positions below 2**32, N of them.
-        purpose: What the numbers are for.
-        device: Where they are made.
-        num_pairs: P.
-
-    Returns:
-        float64 [N, 2 * P], of 52 random bits each: the first ones of all pairs, then the second ones.
-    """
-    words = _call(slice(0, num_pairs), seeds, positions, purpose, torch.device(device))
-    xp = module_of(words[0])
-    high, low = xp.concatenate((words[0], words[2]), 1), xp.concatenate((words[1], words[3]), 1)
-    bits = (high << 20) | (low >> 12)
-    return (torch.asarray(xp.asarray(bits, dtype=xp.float64)) + 0.5) * 2.0**-52
-
-
-def _call(
-    calls: slice, seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, device: torch.device
-) -> Words[Any]:
-    """Philox at counters (calls, positions, purpose, 0), as four arrays [N, C] of one row per seed.
+def _call(calls: slice, seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Words[Any]:
+    """Philox at counters (calls, positions, 0, 0), as four arrays [N, C] of one row per seed.
 
     In numpy's uint64 on a CPU, else in torch's int64.
     """
@@ -139,7 +103,7 @@ def _call(
     counters: list[NDArray[np.uint64]] = [
         np.arange(calls.start, calls.stop, dtype=np.uint64)[None],
         np.array(positions, dtype=np.uint64)[:, None],
-        np.full((1, 1), int(purpose), dtype=np.uint64),
+        np.zeros((1, 1), dtype=np.uint64),
         np.zeros((1, 1), dtype=np.uint64),
         np.stack((key & _LOW_32_BITS, key >> 32))[:, :, None],
     ]

@@ -16,21 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.executor.staging import Field, Layout, Record, Uploads
 from specdec.executor.steps import put_drawn
 from specdec.kernels.sample import NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width
-from specdec.sampling.edits import Editor, Edits, padded
+from specdec.sampling.edits import Editor, Edits
 from specdec.sampling.logprobs import entries_of, logprob_numbers
-from specdec.sampling.parameters import BAD_WORDS, LOGPROBS, MIN_TOKENS, NOISE, PENALTIES, REJECTION, TRUNCATION
+from specdec.sampling.parameters import BAD_WORDS, LOGPROBS, MIN_TOKENS, NOISE, PENALTIES, TRUNCATION
 from specdec.sampling.rows import LogprobReport, RowGroup, Rows, VerifiedRun
 from specdec.sampling.token_counts import Changes, TokenCounts
 
 _LEAST_CAPABILITY = (8, 0)
-_NUM_CANDIDATES = 32
-"""What a draft token is drawn from, at most, but for drafts of other programs."""
-_NOTHING = Candidates((), ())
 _NOBODY = np.zeros(0, np.int64)
 
 
@@ -119,7 +115,7 @@ class KernelSampler:
         return self._vocab_size
 
     def sample(self, logits: Tensor, laid_out: LaidOut, sent: Sequence[Tensor] | None = None) -> Tensor:
-        """The coupled rule's token for every row: int32 [N], overwritten by the next step.
+        """The target's token for every row: int32 [N], overwritten by the next step.
 
         Args:
             logits: [N, at least V], as the model gave them; not changed.
@@ -145,7 +141,7 @@ class KernelSampler:
         flags: Tensor | None,
         drawn: Tensor | None = None,
     ) -> Launched:
-        """Put a step's decisions by both rules, and one copy of all that is told of them, in the device's queue.
+        """Put a step's decisions, and one copy of all that is told of them, in the device's queue.
 
         Args:
             logits: As above.
@@ -185,12 +181,11 @@ class KernelSampler:
         record.download(None if asking else record.layout.offsets["numbers"])
         return Launched(record, groups, self._sizes[2], asking, num_top, (len(asking), most, width), num_flags)
 
-    def lay_out(self, rows: Rows, candidates: Sequence[tuple[Candidates, ...]] = (), part: int = 0) -> LaidOut:
+    def lay_out(self, rows: Rows, part: int = 0) -> LaidOut:
         """Lay a step out, before its logits are known.
 
         Args:
             rows: Its rows; groups with a grammar have their masks.
-            candidates: Of each group, what its draft was drawn from under the rejection rule.
             part: Which of a step's parts they are, where it has several: they are laid out in order.
         """
         specs = [group.spec for group in rows.groups]
@@ -206,12 +201,11 @@ class KernelSampler:
             "penalties": bool(features & PENALTIES),
             "truncation": bool(features & TRUNCATION),
             "noise": bool(features & NOISE),
-            "rejection": bool(features & REJECTION),
         }
         asking = np.flatnonzero(edits.parameters["features"] & LOGPROBS) if features & LOGPROBS else _NOBODY
-        arrays = [*_laid_out(rows, edits, candidates), asking, *edits.changes]
+        arrays = [*_laid_out(rows, edits), asking, *edits.changes]
         laid_out = LaidOut(rows, arrays, options, asking.tolist())
-        is_plain = is_plain and not features & (PENALTIES | MIN_TOKENS | BAD_WORDS | REJECTION)
+        is_plain = is_plain and not features & (PENALTIES | MIN_TOKENS | BAD_WORDS)
         self._newest[part] = _Newest(specs, rows.counts, *laid_out[1:]) if is_plain else None
         return laid_out
 
@@ -341,7 +335,7 @@ def _run_down_tree(record: list[int], width: int) -> VerifiedRun:
 
 _BY_ROW = ("sequence", "position", "draft", "parent", "grammar")
 _POSITION, _DRAFT = 1, 2
-_BY_GROUP = ("first", "count", "top_k", "slot", "allowed", "rejects")
+_BY_GROUP = ("first", "count", "top_k", "slot", "allowed")
 _FLOATS = ("temperature", "min_p")
 _ALONE = (
     "seed",
@@ -353,29 +347,20 @@ _ALONE = (
     "masks",
     "ended",
     "bad",
-    "draft_ids",
-    "draft_probs",
 )
 
 
-def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, ...]]) -> list[NDArray[Any]]:
+def _laid_out(rows: Rows, edits: Edits) -> list[NDArray[Any]]:
     """The arrays of a step but for what is kept by slot; some in one array: see :func:`on_device_as`."""
     parameters, counts, starts = edits.parameters, np.array(rows.counts, np.int32), np.array(rows.starts, np.int32)
     by_row = np.zeros((len(_BY_ROW), _aligned(rows.num_rows)), np.int32)
     by_row[0, : rows.num_rows] = np.arange(len(counts)).repeat(counts)
     by_row[1:, : rows.num_rows] = rows.position_array(), rows.drafts(), rows.parents(), edits.grammar
     by_group = np.zeros((len(_BY_GROUP), _aligned(len(counts))), np.int32)
-    of_groups = starts, counts, parameters["top_k"], edits.slots.clip(0), edits.allowed, parameters["rejects"]
+    of_groups = starts, counts, parameters["top_k"], edits.slots.clip(0), edits.allowed
     by_group[:, : len(counts)] = of_groups
     floats = np.zeros((len(_FLOATS), _aligned(len(counts))), np.float32)
     floats[:, : len(counts)] = [parameters[name] for name in _FLOATS]
-    ids, probs = np.full((rows.num_rows, 1), -1, np.int32), np.zeros((rows.num_rows, 1), np.float32)
-    if edits.features & REJECTION:
-        drawn: list[Candidates] = []
-        for group, own in zip(rows.groups, candidates or [()] * len(counts), strict=True):
-            drawn += (_NOTHING, *(own or [_NOTHING] * len(group.draft)))
-        ids = _widened(padded([one.ids for one in drawn], np.int32, -1), -1)
-        probs = _widened(padded([one.probs for one in drawn], np.float32, 0), 0)
     return [
         by_row,
         by_group,
@@ -389,26 +374,17 @@ def _laid_out(rows: Rows, edits: Edits, candidates: Sequence[tuple[Candidates, .
         edits.masks,
         edits.ended,
         edits.bad,
-        ids,
-        probs,
     ]
 
 
 def on_device_as(sent: Sequence[Tensor], counts: TokenCounts) -> SampleStep:
     """The arrays of a step by their names, but for the last ones of :attr:`LaidOut.arrays`."""
     by_row, by_group, floats, *alone = sent
-    num_groups, num_rows = len(alone[_ALONE.index("seed")]), len(alone[_ALONE.index("draft_ids")])
+    num_groups, num_rows = len(alone[_ALONE.index("seed")]), len(alone[_ALONE.index("bad")])
     lines = (*by_row[:, :num_rows].unbind(), *by_group[:, :num_groups].unbind(), *floats[:, :num_groups].unbind())
     fields = zip((*_BY_ROW, *_BY_GROUP, *_FLOATS), lines, strict=True)
     more = zip(_ALONE, alone, strict=False)
     return SampleStep(counts=counts.counts, prompt_bits=counts.prompt_bits, **dict(fields), **dict(more))
-
-
-def _widened(values: NDArray[Any], fill: float) -> NDArray[Any]:
-    """[.., 1, or a power of two from 32 on]: kernels are compiled for each width."""
-    width = values.shape[1]
-    wider = 1 if width <= 1 else max(_NUM_CANDIDATES, 1 << (width - 1).bit_length())
-    return np.pad(values, ((0, 0), (0, wider - width)), constant_values=fill)
 
 
 def _aligned(number: int) -> int:

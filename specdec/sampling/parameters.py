@@ -21,13 +21,12 @@ PARAMETERS = np.dtype(
         ("min_p", np.float32),  # its logarithm
         ("top_k", np.int32),
         ("penalties", np.float32, (3,)),  # repetition, frequency, presence
-        ("rejects", np.int32),
         ("features", np.int32),
     ]
 )
 """A sequence's row. ``features`` has a bit for each of the following that it uses."""
 
-NOISE, TRUNCATION, BIAS, PENALTIES, ALLOWED, MIN_TOKENS, BAD_WORDS, LOGPROBS, REJECTION = (1 << i for i in range(9))
+NOISE, TRUNCATION, BIAS, PENALTIES, ALLOWED, MIN_TOKENS, BAD_WORDS, LOGPROBS = (1 << i for i in range(8))
 
 
 class ParameterRows:
@@ -61,12 +60,10 @@ def _row(spec: SequenceSpec) -> bytes:
         MIN_TOKENS: params.min_tokens > 0,
         BAD_WORDS: params.bad_words,
         LOGPROBS: params.logprobs is not None,
-        REJECTION: params.acceptance == "rejection",
     }
     row = np.zeros((), PARAMETERS)
     row["seed"], row["temperature"] = spec.seed, 0.0 if params.is_greedy else params.temperature
     row["top_k"], row["top_p"], row["min_p"] = truncation
     row["penalties"] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-    row["rejects"] = params.acceptance == "rejection"
     row["features"] = sum(feature for feature, is_used in uses.items() if is_used)
     return row.tobytes()

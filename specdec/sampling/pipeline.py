@@ -190,7 +190,7 @@ class Sampler:
         laid_out: LaidOut | None = None,
         sent: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
+        """The token for every row: argmax(log probs + gumbel(seed, position, token)).
 
         Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding",
         section 4. With temperature 0 there is no noise.
@@ -225,7 +225,7 @@ class Sampler:
         laid_out: LaidOut | None = None,
         sent: Sequence[Tensor] | None = None,
     ) -> RankedTokens:
-        """The coupled rule's token for every row, and those that come next: what else the target may well choose.
+        """The token for every row, and those that come next: what else the target may well choose.
 
         Tokens are ranked by log probs + gumbel, as they are chosen, so that a guess is as good with noise as without.
 
@@ -246,7 +246,7 @@ class Sampler:
         return RankedTokens(chosen.long(), tokens.masked_fill(~(best > -torch.inf), -1), best)
 
     def scores(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-        """What the coupled rule's tokens are the largest of: logits over temperature with noise.
+        """What chosen tokens are the largest of: logits over temperature with noise.
 
         Args:
             logits: float32 [N, at least V], as the model gave them; not changed.
@@ -270,27 +270,6 @@ class Sampler:
             return scores
         (index,) = on_device(logits.device, rows.numbers(sampled))
         return scores.index_copy(0, index, self._noised(scores[index], part))
-
-    def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-        """The distribution each row is drawn from; all on one token with temperature 0.
-
-        Args:
-            logits: float32 [N, at least V], as the model gave them; not changed.
-            groups: The sequences of the N rows, in order.
-
-        Returns:
-            float32 [N, V]; rows sum to 1.
-        """
-        rows = self._laid_out(logits, groups)
-        logits = self._edited(logits, rows)
-        sampled = rows.using(_is_random)
-        if len(sampled) == len(groups):
-            return self._scaled(logits, rows).softmax(1)
-        probs = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-        if sampled:
-            (index,) = on_device(logits.device, rows.numbers(sampled))
-            probs[index] = self._scaled(logits[index], rows.part(sampled)).softmax(1)
-        return probs
 
     def logprobs(self, logits: Tensor, groups: Sequence[RowGroup], runs: Sequence[VerifiedRun]) -> list[LogprobReport]:
         """What to report for the tokens of each group's run, each from the row that it was chosen in.

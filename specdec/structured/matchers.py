@@ -131,16 +131,11 @@ class Matchers:
         return future
 
     def allowed(self, spec: SequenceSpec, tokens: TokenSequence, draft: Tokens) -> Tokens:
-        """A draft up to the first token that the grammar forbids, and not beyond an end-of-sequence token.
-
-        Under the rejection rule all of it stays: how much of a draft is verified must not depend on its tokens. One
-        that is forbidden is refused by its probability, which is 0, and what is drawn in its place depends on what it
-        was drawn from.
-        """
+        """A draft up to the first token that the grammar forbids, and not beyond an end-of-sequence token."""
         whole = _to_end(draft, spec.eos_token_ids)
         count = self._num_allowed(spec, tokens, whole)
         self.num_forbidden_draft_tokens += count < len(whole)
-        return draft if spec.sampling.acceptance == "rejection" else whole[:count]
+        return whole[:count]
 
     def forced(self, spec: SequenceSpec, tokens: TokenSequence, most: int) -> Tokens:
         """The tokens of which each is the only one that its mask allows, ``most`` at most: a draft without a model."""

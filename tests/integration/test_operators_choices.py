@@ -55,7 +55,7 @@ def service(folders: dict[str, Path], access: Path) -> Iterator[RunningService]:
     flags += ["--tls-ssl-certfile", f"{access}/cert.pem", "--tls-ssl-keyfile", f"{access}/key.pem"]
     flags += ["--access-api-keys-file", f"{access}/keys", "--replicas-ingress", "2", "--responses-store-enabled"]
     flags += ["--chat-template", f"{access}/template"]
-    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, *DRAFTS)
+    running = RunningService(*flags, "--logits-processors", NO_A, *DRAFTS)
     yield running
     assert running.stop() == 0
 
@@ -87,13 +87,6 @@ def test_the_processor_acts_on_every_token_of_both_models(client: OpenAI, folder
         model=f"{folders['target']}-draft", prompt="a b", max_tokens=9, logit_bias=BOTH_WORDS, temperature=2
     )
     assert draft.choices[0].text == "b" * 9
-
-
-def test_the_services_rule_is_the_one_that_holds(client: OpenAI, folders: dict[str, Path]) -> None:
-    options = {"temperature": 2, "seed": 3, "ignore_eos": True}
-    unsaid = ask(client, folders, **options, num_speculative_tokens=0)
-    assert unsaid == ask(client, folders, **options, acceptance="rejection", disable_spec_decode=True)
-    assert unsaid != ask(client, folders, **options, acceptance="coupled", num_speculative_tokens=0)
 
 
 def test_the_models_defaults_hold_where_a_request_says_nothing(client: OpenAI, folders: dict[str, Path]) -> None:

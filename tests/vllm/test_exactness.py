@@ -17,7 +17,6 @@ from tests.specdec.engine.pairs import Case, collect
 from tests.vllm.models import NUM_TOKENS, VOCAB_SIZE, own_drafter, prompts, spec_of
 
 PROMPTS = prompts()
-COUPLED = [name for name in SAMPLINGS if name != "rejection"]
 K = 4
 """Longest draft."""
 
@@ -45,10 +44,10 @@ class Drafts:
 @pytest.fixture(scope="module")
 def plain(reference: ModelTarget) -> dict[str, list[list[int]]]:
     """What our own target says without drafts."""
-    return {name: generate(reference, PROMPTS, lambda i, s=SAMPLINGS[name]: spec_of(s, i))[0] for name in COUPLED}
+    return {name: generate(reference, PROMPTS, lambda i, s=SAMPLINGS[name]: spec_of(s, i))[0] for name in SAMPLINGS}
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("kind", ["none", "right", "drawn", "partly_right"])
 def test_any_draft_gives_the_same_tokens(
     engine: VllmTarget, reference: ModelTarget, plain: dict[str, list[list[int]]], kind: str, name: str
@@ -73,21 +72,19 @@ def cases(sampling: SamplingParams) -> list[Case]:
     return [Case(tuple(prompt), NUM_TOKENS, sampling, 1000 + i, eos_token_ids=(0,)) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", COUPLED)
-def test_a_real_draft_model(engine: VllmTarget, reference: ModelTarget, name: str, acceptance: str) -> None:
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_real_draft_model(engine: VllmTarget, reference: ModelTarget, name: str) -> None:
     """Through the protocol's machines; every decision is also our own target's."""
-    sampling = replace(SAMPLINGS[name], acceptance=acceptance)
+    sampling = SAMPLINGS[name]
     shadow = Shadow(engine, reference)
     outputs = collect(InProcessService(shadow, own_drafter(), K), cases(sampling))
     assert shadow.seen["decided"] > 0
     assert 0 < shadow.seen["accepted"] < shadow.seen["drafted"]
-    if acceptance == "coupled":
-        wanted = collect(InProcessService(reference, None, 0), cases(sampling))
-        assert [(one.tokens, one.finish) for one in outputs] == [(one.tokens, one.finish) for one in wanted]
+    wanted = collect(InProcessService(reference, None, 0), cases(sampling))
+    assert [(one.tokens, one.finish) for one in outputs] == [(one.tokens, one.finish) for one in wanted]
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_what_ends_a_text(
     engine: VllmTarget, reference: ModelTarget, plain: dict[str, list[list[int]]], name: str
 ) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from cluster.config.drafters import MOST_DRAFTERS
 from deployments.http.schemas.fields import IGNORED, REFUSED, Bias, Body, Integer, Integers, Stops
 from specdec.core.errors import InvalidParameterError
-from specdec.core.params import Acceptance, Exactness
+from specdec.core.params import Exactness
 
 MOST_BAD_WORDS = 64
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -42,7 +42,6 @@ class SamplingBody(Body):
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
         disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
         drafters: Names of those that may draft for it; none is plain decoding, absent is all.
-        acceptance: Rule by which draft tokens are kept.
         exactness: ``strict`` refuses a service that is not; ``fast`` goes on by any numeric contract.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         priority: Requests of a lower one go first; 0 by default.
@@ -75,7 +74,6 @@ class SamplingBody(Body):
     num_speculative_tokens: Integer | None = None
     disable_spec_decode: bool | None = None
     drafters: Annotated[list[Word], Field(max_length=1 + MOST_DRAFTERS, fail_fast=True)] | None = None
-    acceptance: Acceptance | None = None
     exactness: Exactness | None = None
     stream: bool | None = None
     per_request_spec_decode_metrics: MetricsDetail | None = None

@@ -48,6 +48,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "regex": ("",),
     "ebnf": ("",),
     "repetition_detection": (),
+    # of our own, before
+    "acceptance": (),
     # llama.cpp
     "mirostat": (0,),
     "dry_multiplier": (0,),
@@ -76,6 +78,9 @@ REPLACED: dict[str, str] = {
     "json_schema": "response_format",
 }
 """Refused fields that are another server's name of a field that is served."""
+
+REMOVED: dict[str, str] = {"acceptance": "there is one rule: a seed's text never depends on drafts"}
+"""Refused fields that were served before, and why they left."""
 
 IGNORED: frozenset[str] = frozenset(
     {
@@ -240,6 +245,7 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], instead: str
         return
     but = f"; only {' or '.join(json.dumps(one) for one in neutral)} is taken" if neutral else ""
     but += f"; the field to send is {instead}" if instead else ""
+    but += f"; {REMOVED[name]}" if name in REMOVED else ""
     raise PydanticCustomError("refused_field", "is not supported{but}", {"field": name, "but": but})
 
 

@@ -13,7 +13,7 @@ A step begins when the tokens of the one before are known: there is no asynchron
 vLLM's default on GPUs, takes neither such a proposer nor the drafts of ``SchedulerOutput``. A port would carry them by
 ``method: ngram``, write them to ``req_states.draft_tokens``, and replace both of its samplers.
 
-Our rules in the place of vLLM's rejection sampler, in each of its workers. Imports nothing of vLLM's but its output.
+Our rule in the place of vLLM's rejection sampler, in each of its workers. Imports nothing of vLLM's but its output.
 
 With speculation on, vLLM's V1 runner gives the logits of all rows of a step to ``GPUModelRunner.rejection_sampler``
 (``vllm/v1/worker/gpu_model_runner.py``, ``_sample``). With tensor parallelism every worker has all logits, and must
@@ -37,7 +37,6 @@ from vllm.v1.request import Request, RequestStatus
 from specdec.core.backends import Status, Verification, VerifyJob
 from specdec.core.errors import NOT_FINITE, DeviceLostError, reason_of
 from specdec.core.log import PrefixHash
-from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenBuffer, common_prefix_length
 from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
@@ -58,11 +57,9 @@ class StepInputs(NamedTuple):
     """What the workers need to know of a request in a step, beside what vLLM sends them.
 
     Attributes:
-        candidates: Under the rejection rule, what each draft token was drawn from.
         mask: Of its grammar: see :class:`specdec.sampling.rows.RowGroup`.
     """
 
-    candidates: tuple[Candidates, ...] = ()
     mask: Tensor | None = None
 
 
@@ -154,9 +151,7 @@ class AcceptanceSampler:
         """The run of each group; what is to be reported of it is kept."""
         is_finite = logits.amax(1).isfinite()
         logits = logits.where(is_finite[:, None], 0.0)
-        inputs = [self.inputs.get(req_id, StepInputs()) for req_id in req_ids]
-        drawn = [one.candidates[: len(group.draft)] for one, group in zip(inputs, groups, strict=True)]
-        runs, reports, flags = decide(self._sampler, logits, groups, drawn, is_finite)
+        runs, reports, flags = decide(self._sampler, logits, groups, is_finite)
         failures = self._sampler.take_failures()
         rows = Rows(groups)
         for group, start, count in zip(groups, rows.starts, rows.counts, strict=True):
@@ -423,7 +418,7 @@ class VllmTarget:
         scheduled: SchedulerOutput,
         drafts: dict[str, Tokens],
     ) -> dict[str, str]:
-        """Give the workers masks, and what drafts were drawn from; gives why a job's mask cannot be had, by its key."""
+        """Give the workers masks; return why a job's mask cannot be had, by its key."""
         deciding = [
             (job, request.request_id)
             for job, request in zip(jobs, requests, strict=True)
@@ -433,9 +428,9 @@ class VllmTarget:
         groups = self._sampler.masked(groups)
         errors = self._sampler.take_failures()
         inputs = {
-            req_id: StepInputs(job.candidates[: len(group.draft)], group.mask)
-            for (job, req_id), group in zip(deciding, groups, strict=True)
-            if job.candidates or group.mask is not None
+            req_id: StepInputs(group.mask)
+            for (_, req_id), group in zip(deciding, groups, strict=True)
+            if group.mask is not None
         }
         if inputs:
             self._core.collective_rpc("specdec_set_inputs", args=(inputs,))

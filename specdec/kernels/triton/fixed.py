@@ -58,9 +58,9 @@ def mass(scaled):
 
 
 @triton.jit
-def words(seed, position, purpose, start, CALLS: tl.constexpr):
+def words(seed, position, start, CALLS: tl.constexpr):
     """The uint32 words of tokens ``start`` to ``start + 4 * CALLS``, as :mod:`specdec.sampling.noise` counts them."""
     call = (start // 4 + tl.arange(0, CALLS)).to(tl.uint32)
     zero = call * 0
-    w0, w1, w2, w3 = tl.philox(seed, call, zero + position.to(tl.uint32), zero + purpose, zero)
+    w0, w1, w2, w3 = tl.philox(seed, call, zero + position.to(tl.uint32), zero, zero)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))

@@ -17,7 +17,6 @@ from torch import Tensor
 from specdec.kernels import sample
 from specdec.kernels.sample import SampleStep, record_width
 from specdec.kernels.triton.fixed import gumbel, mass, words
-from specdec.kernels.triton.rejection import cell, descend, draw, weigh
 
 _BLOCK = 1024
 _LEVELS, _PART = 8, 8
@@ -30,6 +29,14 @@ _NOT_FINITE = tl.constexpr(sample.NOT_FINITE)
 # What ``_edit`` finds the largest of in each block: what bad words leave; that and the grammar; the grammar alone
 # beside other edits; the grammar alone.
 _LEFT, _ALL, _WITHOUT_BAD, _GRAMMAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def _cell(sequence, BLOCK: tl.constexpr):
+    """A program's row, the sequence that it is of, its block of the vocabulary, and the tokens there."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    return row, tl.load(sequence + row), block, block * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -62,7 +69,7 @@ def _edit(
     HAS_PENALTIES: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block."""
-    row, owner, block, token = cell(sequence, BLOCK)
+    row, owner, block, token = _cell(sequence, BLOCK)
     if owner < 0:
         return
     given = _load(logits, row, logits_row, token, V)
@@ -116,7 +123,7 @@ def _scale(
 
     For truncation it counts and weighs what reaches each of a few levels, so that few tokens are looked at again.
     """
-    row, owner, block, token = cell(sequence, BLOCK)
+    row, owner, block, token = _cell(sequence, BLOCK)
     if owner < 0:
         return
     b = tl.arange(0, BLOCKS_PADDED)
@@ -299,7 +306,7 @@ def _choose(
     HAS_NOISE: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """A program for each row and block: the best token there, the lowest of those that tie."""
-    row, owner, block, token = cell(sequence, BLOCK)
+    row, owner, block, token = _cell(sequence, BLOCK)
     if owner < 0:
         return
     x = _load(scaled, row, V, token, V)
@@ -310,7 +317,7 @@ def _choose(
                 least = tl.load(threshold + row)
             # Where nothing is kept noise changes nothing.
             if tl.load(block_top + row * BLOCKS + block) >= least:
-                word = words(tl.load(seed + owner), tl.load(position + row), 0, block * BLOCK, BLOCK // 4)
+                word = words(tl.load(seed + owner), tl.load(position + row), block * BLOCK, BLOCK // 4)
                 x = tl.where(x >= least, gumbel(word) + x, float("-inf"))
             else:
                 x = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -338,13 +345,11 @@ def _settle(
 
 @triton.jit
 def _walk(
-    chosen, row_flags, draft, parent, first, count, rejects, record, record_row,
+    chosen, row_flags, draft, parent, first, count, record, record_row,
     MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program for each sequence: a draft token is kept if what it follows was, and it was chosen there."""
     sequence = tl.program_id(0)
-    if tl.load(rejects + sequence) != 0:
-        return
     start = tl.load(first + sequence)
     rows = tl.load(count + sequence)
     to = record + sequence * record_row
@@ -371,7 +376,7 @@ def _walk(
 
 
 class TritonSampler:
-    """Decides steps by both rules; captured in a graph, it serves every later step of the same sizes.
+    """Decides steps; captured in a graph, it serves every later step of the same sizes.
 
     Args:
         vocab_size: V; logits may have more columns, which are never chosen.
@@ -394,7 +399,7 @@ class TritonSampler:
         self._vocab_size, self._max_tokens, self._block = vocab_size, max_tokens, block_size
         self._num_blocks = -(-vocab_size // block_size)
         self.edited = torch.empty(max_rows, vocab_size, dtype=torch.float32, device=device)
-        """float32 [max_rows, V], to work in; it may take the scores where no request has the rejection rule."""
+        """float32 [max_rows, V], to work in; it may take the scores."""
         shape = max_rows, self._num_blocks
         self._best = torch.empty(4, *shape, dtype=torch.float32, device=device)
         self._block_top, self._block_best = torch.empty(2, *shape, dtype=torch.float32, device=device).unbind()
@@ -405,10 +410,6 @@ class TritonSampler:
         self._candidates = torch.empty(max_rows, self._room, dtype=torch.float32, device=device)
         self._threshold = torch.empty(max_rows, dtype=torch.float32, device=device)
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._block_mass = torch.empty(shape, dtype=torch.int64, device=device)
-        self._left = torch.empty(max_rows, dtype=torch.int64, device=device)
-        self._goal = torch.empty(max_sequences, dtype=torch.int64, device=device)
-        self._last_row = torch.empty(max_sequences, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(max_rows, dtype=torch.int32, device=device)
         """int32 [max_rows]: every row's token, or -1."""
         self.record = torch.zeros(max_sequences, record_width(max_tokens), dtype=torch.int32, device=device)
@@ -427,7 +428,6 @@ class TritonSampler:
         penalties: bool,
         truncation: bool,
         noise: bool,
-        rejection: bool,
         scores: Tensor | None = None,
         record: Tensor | None = None,
     ) -> None:
@@ -440,7 +440,6 @@ class TritonSampler:
                 left out of the kernels: a graph for each of few combinations.
             truncation: Whether any has top_k, top_p or min_p.
             noise: Whether any has a temperature.
-            rejection: Whether any has the rejection rule.
             scores: float32 [N, V], takes what is chosen by, with noise.
             record: Takes the records, in the place of :attr:`record`: as wide, int32, at least a line a sequence.
         """
@@ -487,29 +486,6 @@ class TritonSampler:
             **options,
         )
         _walk[(num_sequences,)](
-            self.chosen, self._flags, step.draft, step.parent, step.first, step.count, step.rejects, record,
-            record.stride(0), MAX_ROWS=self._max_tokens, **options,
+            self.chosen, self._flags, step.draft, step.parent, step.first, step.count, record, record.stride(0),
+            MAX_ROWS=self._max_tokens, **options,
         )  # fmt: skip
-        if rejection:
-            sources = self.edited, self._threshold, self.chosen
-            drawn = step.draft_ids, step.draft_probs, step.first, step.count, step.rejects
-            width, lines = step.draft_ids.shape[1], (record, record.stride(0))
-            weigh[cells](
-                *sources,
-                self._block_mass,
-                step.sequence,
-                step.temperature,
-                HAS_TRUNCATION=truncation,
-                **sizes,
-                **options,
-            )
-            descend[(num_sequences,)](
-                *sources, self._block_mass, self._flags, step.draft, step.parent, step.position, *drawn, step.seed,
-                step.temperature, self._left, self._last_row, self._goal, *lines,
-                V=v, BLOCKS=self._num_blocks, **padded, WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width),
-                MAX_ROWS=self._max_tokens, HAS_TRUNCATION=truncation, **options | {"num_warps": 1},
-            )  # fmt: skip
-            draw[(num_sequences,)](
-                *sources, step.parent, *drawn, step.temperature, self._left, self._last_row, self._goal, *lines,
-                WIDTH=width, HAS_TRUNCATION=truncation, **sizes, **options,
-            )  # fmt: skip

@@ -49,7 +49,6 @@ EXAMPLES = {
     "max_num_batched_tokens": 512,
     "max_num_seqs": 17,
     "num_speculative_tokens": 7,
-    "acceptance": "rejection",
     "strict_tile_tokens": 32,
     "numeric_contract_lost": "continue",
     "logits_processors": "some.masks:digits, masks:Table.words",

@@ -84,10 +84,6 @@ def test_the_method_says_who_drafts(draft, found):
     assert (draft_source(config) is not None) == config.has_own_draft
 
 
-def test_look_up_alone_takes_both_rules():
-    assert AppArgs.model_validate({"draft": {"method": "ngram"}, "acceptance": "rejection"}).speculates
-
-
 def test_an_empty_file_says_nothing(tmp_path):
     path = tmp_path / "service.yaml"
     for text in ("# nothing\n", "target:\n", "target: {model: }\n"):

@@ -34,7 +34,7 @@ def test_the_log_level_goes_back_to_serves_own(monkeypatch):
 
 def test_live_keys_are_keys_and_decide_no_token():
     assert set(LIVE_KEYS) <= {path for path, _ in keys_of(AppArgs)}
-    deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "backend"}
+    deciding = {"demo", "target", "draft", "logits_processors", "chat_template", "backend"}
     deciding |= {"exactness", "strict_tile_tokens"}
     assert not deciding & set(LIVE_KEYS)
 

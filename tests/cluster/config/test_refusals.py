@@ -65,7 +65,6 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("target.model", None, "target: is empty"),
     ("draft.kv_cache_memory", "1.5", "a fraction of the free memory in (0, 1]"),
     ("log_level", "loud", "'debug'"),
-    ("acceptance", "typical", "'coupled' or 'rejection'"),
     ("ui", "yes", "must be 'auto', 'on' or 'off'"),
     *(("logits_processors", value, PROCESSORS) for value in (["masks"], "masks:", [3], "")),
     ("tool_parser", "qwen", "auto, hermes, llama3, response_template, or an import string"),
@@ -103,7 +102,6 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"demo": "hybrid", **T}, "demo", "demo: hybrid is a target itself: give no other target with it"),
     ({"target.revision": "main"}, "target", "need a model"),
     (T | {"target.device": "cpu", "target.device_map": "auto"}, "target", "exclude each other"),
-    (T | {"acceptance": "rejection"}, "acceptance", "acceptance: rejection needs drafts"),
     (
         VLLM | {"logprobs_mode": "processed_logprobs"},
         "logprobs_mode",
@@ -116,7 +114,6 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ),
     (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs target.engine: transformers"),
     (T | {"exactness": "strict", "target.quantization": "int8"}, "exactness", "needs target.quantization: none"),
-    ({"exactness": "strict", "acceptance": "rejection"}, "exactness", "exactness: strict needs acceptance: coupled"),
     ({"strict_tile_tokens": 3}, "strict_tile_tokens", "strict_tile_tokens must be 0, or 4 to 512"),
     ({"protocol.renew_interval_s": 4, "protocol.lease_s": 5}, "protocol", "at most a third of lease_s"),
     *(

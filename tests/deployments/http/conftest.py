@@ -19,7 +19,7 @@ from cluster.config.limits import Limits
 from deployments.http.app import create_app
 from deployments.http.observer import Observer
 from deployments.http.service import ApiSettings, ModelInfo, SequenceRequest, ServedModel
-from specdec.core.params import Acceptance, GenerationDefaults
+from specdec.core.params import GenerationDefaults
 from specdec.protocol.ingress import TokenDelta
 from tests.deployments.http.scripted import ScriptedService, Step, rounds
 
@@ -49,8 +49,6 @@ class Bench:
     settings: ApiSettings = field(default_factory=lambda: ApiSettings(trust_request_chat_template=True))
     script: Callable[[SequenceRequest], Iterable[Step]] = lambda request: [TokenDelta(finish="length")]
     defaults: GenerationDefaults = GenerationDefaults(top_p=0.9, repetition_penalty=1.1)  # noqa: RUF009 - it is frozen
-    acceptance: Acceptance = "coupled"
-    acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
     max_model_len: int = MAX_MODEL_LEN
     eos_token_ids: tuple[int, ...] = (0,)
     weights: str = ""
@@ -59,9 +57,7 @@ class Bench:
         of_target = (self.max_model_len, VOCAB_SIZE, self.eos_token_ids, self.defaults)
         target = ServedModel("demo", "target", *of_target, weights=self.weights)
         draft = ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,))
-        info = ModelInfo(
-            target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7, drafters=("drafter", "cpu")
-        )
+        info = ModelInfo(target, draft, 4, created_s=7, drafters=("drafter", "cpu"))
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
         self.observer = Observer(self.registry, "demo")

@@ -88,7 +88,7 @@ async def test_it_holds_the_request_after_defaults_and_every_choice(ask: Any, is
     answer = (await ask("/v1/completions", body)).json()
     receipt = opened(answer["receipt"], issuer.key.public).receipt
     assert (receipt.id, receipt.created, receipt.model.name) == (answer["id"], answer["created"], "demo")
-    assert (receipt.sampling.top_p, receipt.sampling.temperature, receipt.sampling.acceptance) == (0.9, 1, "coupled")
+    assert (receipt.sampling.top_p, receipt.sampling.temperature) == (0.9, 1)
     assert (receipt.sampling.logprobs, receipt.seed, receipt.contract) == (None, 3, CONTRACT)
     assert receipt.prompts[1] == (5, 6, 7)
     assert [choice["logprobs"] for choice in answer["choices"]] == [None] * 4
@@ -148,10 +148,9 @@ async def test_where_none_can_be_given_the_request_is_refused(
     bench: Bench, refused: Any, issuer: ReceiptIssuer
 ) -> None:
     assert (await refused("/v1/completions", BODY))["code"] == "unsupported_parameter"
-    with_key = Bench(bench.tokenizer, ApiSettings(receipts=issuer), acceptance_rules=("coupled", "rejection"))
+    with_key = Bench(bench.tokenizer, ApiSettings(receipts=issuer))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=with_key.app), base_url="http://api") as client:
         for change in (
-            {"acceptance": "rejection"},
             {"model": "demo-draft"},
             {"echo": True, "max_tokens": 0, "logprobs": 0},
         ):

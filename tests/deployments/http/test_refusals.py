@@ -47,8 +47,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("seed", 2**64),
     ("num_speculative_tokens", -1),
     ("num_speculative_tokens", 65),
-    ("acceptance", "rejection"),
-    ("acceptance", "maybe"),
     ("exactness", "strict"),
     ("exactness", "bits"),
     ("stop", ["x"] * 17),
@@ -208,7 +206,6 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokns": 5}, "max_output_tokns", "max_output_tokens"),
 ]
 CODES = {
-    ("acceptance", "rejection"): UNSUPPORTED,
     ("exactness", "strict"): UNSUPPORTED,
     ("max_tokens", 2**80): "context_length_exceeded",
 }
@@ -223,6 +220,11 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     *((COMPLETIONS, {field: value}, field, code_of(field, value), "") for field, value in OUT_OF_RANGE),
     *((COMPLETIONS, {field: value}, field, "", "") for field, value in (*OF_ANOTHER_TYPE, *FURTHER)),
     *((COMPLETIONS, {field: 2}, field, UNSUPPORTED, field) for field in ("best_of", "suffix", "moderation")),
+    *(
+        (path, {"acceptance": rule}, "acceptance", UNSUPPORTED, "acceptance is not supported; there is one rule")
+        for path in (COMPLETIONS, CHAT)
+        for rule in ("coupled", "rejection")
+    ),
     *((CHAT, {field: value}, field, UNSUPPORTED, "") for field, value in UNSUPPORTED_IN_CHATS),
     *((CHAT, {"messages": [message]}, param, "", "") for message, param in IN_MESSAGES),
     *((COMPLETIONS, body, param, UNKNOWN, hint) for body, param, hint in MISSPELT),

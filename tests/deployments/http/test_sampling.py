@@ -69,7 +69,6 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
         stop_token_ids=[8, 9],
         ignore_eos=True,
         logprobs=4,
-        acceptance="coupled",
         num_speculative_tokens=0,
         priority=-3,
         exactness="fast",
@@ -90,18 +89,6 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
     )
     assert (spec.max_tokens, spec.num_speculative_tokens, spec.priority) == (9, 0, -3)
     assert not spec.keeps_numeric
-
-
-@pytest.fixture
-def with_rejection(tokenizer: PreTrainedTokenizerFast) -> Bench:
-    return Bench(tokenizer, acceptance="rejection", acceptance_rules=("coupled", "rejection"))
-
-
-@pytest.mark.parametrize("asked", [None, "coupled", "rejection"])
-async def test_the_services_rule_holds_where_a_request_names_none(with_rejection: Bench, asked: str | None) -> None:
-    async with client_of(with_rejection) as http:
-        spec = await sampled(with_rejection, http, acceptance=asked)
-    assert spec.sampling.acceptance == (asked or "rejection")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
 LOGPROBS = TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)
 NOTES = m.Notes(provenance("ac"), (0, 3), LOGPROBS, PackedLogprobs.pack((None, *LOGPROBS)), 2, TIMES, ("cpu", ""))
-CANDIDATES = m.Candidates((1, 2), (0.25, 0.75))
 BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
 ALL = (
     m.Submit("s", 1, "i", PROMPT, SPEC, "d", (7,)),
@@ -61,7 +60,7 @@ ALL = (
     m.Verdict("s", EPOCH, 3, (4, 5), NOTES, PREFIX_HASH, "length"),
     m.Ack("s", EPOCH, 5),
     m.Commit("s", EPOCH, 3, (4, 5), PREFIX_HASH),
-    m.Offer("s", EPOCH, PREFIX_HASH, (4,), BRANCHES, (CANDIDATES,), ((CANDIDATES,),), ((0.5, 1.0),)),
+    m.Offer("s", EPOCH, PREFIX_HASH, (4,), BRANCHES, ((0.5, 1.0),)),
     m.PlanUpdate("s", EPOCH, m.Plan(draft_wait_s=0.5)),
     m.Close("s", EPOCH),
     m.Live("r", (("s", EPOCH),)),

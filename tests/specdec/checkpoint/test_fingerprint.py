@@ -189,12 +189,11 @@ def test_a_service_is_known_by_what_decides_its_tokens() -> None:
     assert decision(target={"model": str(demo_folder("target")), "dtype": "float32"}, draft=None) == plain
     others = {
         decision(demo="hybrid"),
-        decision(acceptance="rejection"),
         decision(target={"dtype": "bfloat16"}),
         decision(logits_processors=["tests.cluster.processors:no_newline"]),
         decision(backend="benchmarks.backends:stand_in:acceptance=0.5"),
     }
-    assert len(others | {plain}) == 6
+    assert len(others | {plain}) == 5
 
 
 def test_a_draft_as_a_model_of_its_own_shares_the_vocabulary_alone() -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from benchmarks.emulation import Around
 from specdec.core.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.core.log import TokenLog
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import TokenLogprobs
 from tests.specdec.engine.margins import MOST_OFF, MOST_SHORT, rule_asked, shortfall
@@ -30,7 +29,6 @@ SAMPLINGS = {
         min_tokens=8,
         prompt_logprobs=1,
     ),
-    "rejection": SamplingParams(temperature=1.0, ignore_eos=True, acceptance="rejection"),
 }
 
 
@@ -71,7 +69,7 @@ class Shadow(Around):
         count = result.num_drafted
         # What a grammar forces is drafted by each backend itself.
         draft = () if result.is_forced and job.source == "" and job.room else job.draft[:count]
-        asked = job._replace(draft=draft, candidates=job.candidates[: len(draft)], room=0 if draft else count)
+        asked = job._replace(draft=draft, room=0 if draft else count)
         with rule_asked() as rule:
             want = decided(self._reference, asked)
         where = f"{job.key} at {len(job.log)}, draft {job.draft}"
@@ -192,13 +190,12 @@ class Soak:
             draft = self._right(log, spec)
             if draft and self._rng.random() < 0.3:
                 draft[self._rng.randrange(len(draft))] = self._rng.randrange(self._vocab_size)
-        candidates = tuple(map(self._drawn_from, draft)) if spec.sampling.acceptance == "rejection" else ()
         room = self._most_draft if self._rng.random() < 0.5 else 0
-        return VerifyJob(key, log, tuple(draft), spec, candidates, "chain" if draft else "", room)
+        return VerifyJob(key, log, tuple(draft), spec, "chain" if draft else "", room)
 
     def _right(self, log: TokenLog, spec: SequenceSpec) -> list[int]:
-        """What the reference would say next, under the coupled rule."""
-        spec = replace(spec, sampling=replace(spec.sampling, acceptance="coupled", prompt_logprobs=None))
+        """What the reference would say next."""
+        spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=None))
         probe, draft = TokenLog(log.tokens), list[int]()
         for _ in range(self._rng.randrange(1, self._most_draft + 1)):
             run = decided(self._reference, VerifyJob("probe", probe, (), spec)).run
@@ -206,13 +203,6 @@ class Soak:
             probe.extend(run)
         self._reference.release("probe")
         return draft
-
-    def _drawn_from(self, token: int) -> Candidates:
-        """A distribution that has the token."""
-        others = self._rng.sample([other for other in range(self._vocab_size) if other != token], 2)
-        first, second = self._rng.random(), self._rng.random()
-        total = 1.0 + first + second
-        return Candidates((token, *others), (1.0 / total, first / total, second / total))
 
 
 def generate(

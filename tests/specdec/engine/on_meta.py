@@ -18,7 +18,6 @@ from examples.train_draft.heads import export_heads
 from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.head_chains import HeadChains
 from specdec.drafting.heads import DraftHeads, HeadDrafter, HeadsOptions, load_heads
@@ -53,7 +52,6 @@ FEATURES = {
     "others": SamplingParams(logit_bias=((3, 1.0),), allowed_token_ids=(1, 2, 3), bad_words=((4, 5),), min_tokens=3),
     "grammar": SamplingParams(grammar=ANY),
     "logprobs": SamplingParams(logprobs=3),
-    "rejection": SamplingParams(acceptance="rejection"),
 }
 EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_next")
 downloads: list[int | None] = []
@@ -178,13 +176,11 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs_of(features: Sequence[str], num_rows: int, num_drafts: int) -> list[VerifyJob]:
     """New sequences that use features by turns."""
     jobs = []
-    drawn = Candidates((5, 6), (0.5, 0.5))
     for i in range(num_rows):
         params = FEATURES[features[i % len(features)]]
         spec = SequenceSpec(params, i, 5, 50, eos_token_ids=(2,))
-        candidates = (drawn,) * num_drafts if params.acceptance == "rejection" else ()
         key = f"{'-'.join(features)}-{num_rows}-{i}"
-        jobs.append(VerifyJob(key, TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec, candidates))
+        jobs.append(VerifyJob(key, TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec))
     return jobs
 
 

@@ -190,7 +190,6 @@ def draw_from_both(
     [
         (SamplingParams(top_k=3), [4, 2, 4]),
         (SamplingParams(frequency_penalty=0.5), [1, 1, 1]),
-        (SamplingParams(acceptance="rejection"), [1, 1, 1]),
     ],
 )
 def test_where_a_row_depends_on_its_tokens_each_gets_one(other: SamplingParams, expected: list[int]) -> None:

@@ -291,7 +291,7 @@ def test_a_draft_token_that_depends_on_others_is_one_upload_and_one_download(fea
 
 
 def test_serving_samples_in_no_way_that_was_not_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is compiled by options, widths, masks and sizes of buffers, and anew for lines that are not aligned."""
+    """A kernel is compiled by options, masks and sizes of buffers, and anew for lines that are not aligned."""
     ways: set[object] = set()
 
     def note(
@@ -307,7 +307,6 @@ def test_serving_samples_in_no_way_that_was_not_warmed(monkeypatch: pytest.Monke
         shapes = (
             self.chosen.shape,
             None if record is None else record.stride(),
-            step.draft_ids.shape[1],
             len(step.masks) > 0,
         )
         ways.add((*sorted(options.items()), scores is None, shapes, logits.stride(), logits.dtype))
@@ -316,7 +315,7 @@ def test_serving_samples_in_no_way_that_was_not_warmed(monkeypatch: pytest.Monke
     target = Target("llama", [], 0, 0, True)
     warm_sampling(target.backend._sampler, target.runner.no_logits, StepLimits(64, 512), 7)
     warmed = set(ways)
-    assert len(warmed) > 50
+    assert len(warmed) > 40
     for features in ([name] for name in FEATURES):
         for num_rows, num_drafts in (1, 0), (3, 2):
             target.jobs = jobs_of(features, num_rows, num_drafts)

@@ -28,8 +28,8 @@ POISON_SEED = 13
 PROMPTS = ((5, 9, 77, 31), tuple(range(30, 63)), (8,), (11, 12))
 
 
-def cases(temperature: float, acceptance: str = "coupled") -> list[Case]:
-    params = SamplingParams(temperature=temperature, acceptance=acceptance)  # type: ignore[arg-type]
+def cases(temperature: float) -> list[Case]:
+    params = SamplingParams(temperature=temperature)
     return [Case(prompt, 20, params, seed=POISON_SEED - 1 + i) for i, prompt in enumerate(PROMPTS)]
 
 
@@ -70,10 +70,9 @@ def test_a_hook_that_raises_ends_its_own_sequence(temperature: float, is_in_draf
     assert faulty.target._backend.metrics()["num_cached_sequences"] == 0
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_a_hook_that_raises_in_the_draft_only_costs_the_drafts(acceptance: str) -> None:
+def test_a_hook_that_raises_in_the_draft_only_costs_the_drafts() -> None:
     service_ = service(False, True)
-    outputs = collect(service_, cases(0.0, acceptance))
+    outputs = collect(service_, cases(0.0))
     assert [output.tokens for output in outputs] == [o.tokens for o in collect(service(False, False), cases(0.0))]
     assert service_.drafter is not None
     assert service_.drafter.metrics()["num_skipped_sequences"] == 1

@@ -100,7 +100,7 @@ def test_a_processor_is_called_once_a_step_and_model(monkeypatch: pytest.MonkeyP
     assert max(calls["target"]) > 5, "the rows of several sequences come together"
 
 
-def test_a_processor_acts_under_the_rejection_rule_too() -> None:
+def test_a_processor_that_leaves_one_token_decides_it() -> None:
     """A row that leaves one token decides it, whatever was drafted."""
 
     @by_row
@@ -109,7 +109,7 @@ def test_a_processor_acts_under_the_rejection_rule_too() -> None:
         only[3 + (spec.seed + len(tokens)) % (VOCAB_SIZE - 3)] = 0.0
         return only
 
-    cases = make_cases(1.0, acceptance="rejection")
+    cases = make_cases(1.0)
     wanted = [
         [3 + (case.seed + len(case.prompt) + i) % (VOCAB_SIZE - 3) for i in range(case.max_tokens)] for case in cases
     ]

@@ -110,16 +110,6 @@ def test_drafts_get_even_shares_and_what_a_short_one_leaves(wanted: list[int], t
     assert not cut or max(given_) - min(cut) <= 1
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 40), st.integers(0, 9), st.integers(1, 9))
-def test_a_draft_that_ends_early_is_tested_as_far_as_a_longer_one(
-    wanted: list[int], total: int, turn: int, shorter: int
-) -> None:
-    """Else the tokens of a draft would decide how many of its positions are tested, which biases rejection sampling."""
-    longer = shares(wanted, total, turn)[0]
-    early = min(shorter, wanted[0])
-    assert shares([early, *wanted[1:]], total, turn)[0] == min(early, longer)
-
-
 def test_a_burst_computes_its_common_prefix_once() -> None:
     prompt = tuple(range(2000))
     traffic = [Arrival(0.0, prompt, 1) for _ in range(16)]

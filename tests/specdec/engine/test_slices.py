@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling import logprobs, rows
-from specdec.sampling.acceptance import propose, verify
+from specdec.sampling.acceptance import decide, propose
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, on_device, row_slices
 
@@ -15,7 +14,7 @@ VOCAB = 97
 PARAMS = (
     SamplingParams(temperature=0.8, top_p=0.9, logprobs=2),
     SamplingParams(temperature=0.0, frequency_penalty=0.5, logprobs=0),
-    SamplingParams(temperature=1.2, acceptance="rejection", logprobs=1),
+    SamplingParams(temperature=1.2, logprobs=1),
     SamplingParams(temperature=1.0),
 )
 ROWS_BYTES = 4 * VOCAB
@@ -45,13 +44,12 @@ def test_slices_hold_whole_groups_and_no_more_rows_than_fit(monkeypatch: pytest.
 def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, generator = groups_of(24), torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(Rows(groups).num_rows, VOCAB, generator=generator)
-    drawn = [tuple(Candidates((token, 0), (0.7, 0.3)) for token in group.draft) for group in groups]
     for i in (9, 12) if with_tree else ():
         groups[i] = groups[i]._replace(parents=(-1, -1, 0, 1)[: len(groups[i].draft)])
 
     def decided() -> tuple[object, ...]:
         sampler = Sampler(VOCAB)
-        runs = verify(sampler, logits, groups, drawn)
+        runs = decide(sampler, logits, groups).runs
         reports = sampler.logprobs(logits, groups, runs)
         proposed = propose(sampler, logits[: len(groups)], [RowGroup(g.spec, g.tokens) for g in groups], 2)
         return runs, reports, [one._replace(likelihoods=()) for one in proposed]

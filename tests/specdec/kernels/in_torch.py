@@ -1,4 +1,4 @@
-"""What the sampling kernels decide under the coupled rule, in torch: steps that need them run on a CPU, in no time."""
+"""What the sampling kernels decide, in torch: steps that need them run on a CPU, in no time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.sample import FLAGS, NUM_ACCEPTED, NUM_FIXED, SampleStep, record_width, thresholds
-from specdec.sampling.acceptance import walk_coupled
+from specdec.sampling.acceptance import walk_draft
 from specdec.sampling.noise import gumbel
 
 
 class TorchSampler:
-    """Has the attributes of :class:`specdec.kernels.triton.sample.TritonSampler`; takes neither edits nor rejection."""
+    """Has the attributes of :class:`specdec.kernels.triton.sample.TritonSampler`; takes no edits."""
 
     num_bytes = 0
 
@@ -37,7 +37,7 @@ class TorchSampler:
         **options: Any,
     ) -> None:
         """As there."""
-        assert not {"penalties", "rejection"} & {name for name, is_used in options.items() if is_used}
+        assert not options["penalties"]
         rows = np.flatnonzero(step.sequence.numpy() >= 0)
         sequence = step.sequence.numpy()[rows]
         heat = step.temperature.numpy()[sequence][:, None]
@@ -55,7 +55,7 @@ class TorchSampler:
         for number, (first, count) in enumerate(zip(step.first.tolist(), step.count.tolist(), strict=True)):
             if count:
                 chosen = self.chosen[first : first + count].tolist()
-                run = walk_coupled(chosen, step.draft[first + 1 : first + count].tolist())
+                run = walk_draft(chosen, step.draft[first + 1 : first + count].tolist())
                 line = (self.record if record is None else record)[number]
                 line[NUM_ACCEPTED], line[FLAGS] = run.num_accepted, 0
                 line[NUM_FIXED : NUM_FIXED + len(run.run)] = torch.tensor(run.run)

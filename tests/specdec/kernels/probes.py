@@ -17,7 +17,7 @@ def all_three(word, value, scaled, noise, logs, masses, SIZE: tl.constexpr) -> N
 
 
 @triton.jit
-def noise(out, seeds, positions, purpose, CALLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: N803
+def noise(out, seeds, positions, CALLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: N803
     start = tl.program_id(0) * 4 * CALLS
-    words = fixed.words(tl.load(seeds), tl.load(positions), purpose, start, CALLS)
+    words = fixed.words(tl.load(seeds), tl.load(positions), start, CALLS)
     tl.store(out + start + tl.arange(0, 4 * CALLS), fixed.gumbel(words))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams
 from specdec.sampling.edits import Editor
 from specdec.sampling.on_kernels import KernelSampler, StagedStep
@@ -17,12 +16,10 @@ from specdec.sampling.token_counts import bits_of
 from tests.specdec.sampling.reference import make_spec, random_params
 
 
-def step_of(
-    groups: Sequence[RowGroup], vocab_size: int, candidates: Sequence[tuple[Candidates, ...]] = ()
-) -> StagedStep:
+def step_of(groups: Sequence[RowGroup], vocab_size: int) -> StagedStep:
     """What kernels are given of groups."""
     sampler = KernelSampler(vocab_size, Editor(vocab_size, torch.device("cpu")))
-    return sampler.staged(sampler.lay_out(Rows(groups), candidates))
+    return sampler.staged(sampler.lay_out(Rows(groups)))
 
 
 def bits(allowed: Sequence[bool]) -> Tensor:

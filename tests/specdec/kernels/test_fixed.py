@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.kernels import fixed
-from specdec.sampling.noise import Purpose, gumbel
+from specdec.sampling.noise import gumbel
 from tests.specdec.kernels.interpreter import interpreted
 
 EXTREMES = [0, 1, 2, 2**30, 2**31 - 1, 2**31, 3 * 2**30 - 1, 3 * 2**30, 3 * 2**30 + 2, 2**32 - 2, 2**32 - 1]
@@ -60,5 +60,5 @@ def test_noise_in_kernels_is_that_of_the_sampler(seed: int, position: int) -> No
     from tests.specdec.kernels.probes import noise
 
     out, signed = torch.empty(512), seed - (1 << 64) * (seed >> 63)
-    noise[(2,)](out, torch.tensor([signed]), torch.tensor([position], dtype=torch.int32), int(Purpose.GUMBEL), CALLS=64)
+    noise[(2,)](out, torch.tensor([signed]), torch.tensor([position], dtype=torch.int32), CALLS=64)
     assert torch.equal(out, gumbel([seed], [position], 512, "cpu")[0])

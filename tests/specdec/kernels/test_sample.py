@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams
 from specdec.kernels import sample
-from specdec.sampling.acceptance import decide, walk_coupled
+from specdec.sampling.acceptance import decide, walk_draft
 from specdec.sampling.on_kernels import StagedStep
 from specdec.sampling.pipeline import Sampler
-from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.kernels.sampled import bits, random_groups, step_of
@@ -83,7 +81,7 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     accepted = 0
     for number, group in enumerate(groups):
         start = int(step.first[number])
-        run = walk_coupled(expected[start : start + 1 + len(group.draft)].tolist(), group.draft, group.parents)
+        run = walk_draft(expected[start : start + 1 + len(group.draft)].tolist(), group.draft, group.parents)
         found = records[number].tolist()
         assert found[:2] == [run.num_accepted, 0]
         assert found[2 : 2 + MAX_TOKENS] == [*run.run, *[-1] * (MAX_TOKENS - len(run.run))]
@@ -179,7 +177,7 @@ def test_kernel_truncates_as_the_reference() -> None:
     step = step_of(groups, VOCAB).step
     sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=32)
     sampler._candidates.fill_(math.nan)
-    sampler.decide(logits, step, penalties=False, truncation=True, noise=True, rejection=False)
+    sampler.decide(logits, step, penalties=False, truncation=True, noise=True)
     scaled = logits - logits.amax(1, keepdim=True)
     expected = sample.thresholds(scaled, step.top_k, step.top_p, step.min_p)
     assert torch.equal(scaled >= sampler._threshold[:, None], scaled >= expected[:, None])
@@ -187,41 +185,6 @@ def test_kernel_truncates_as_the_reference() -> None:
     assert torch.equal(gathered.sum(1), gathered.int().cummin(1).values.sum(1)), "one behind another"
     of_scales = gathered.any(1).view(3, 3).sum(0).tolist()
     assert of_scales[0] == 0 < of_scales[1] < of_scales[2] == 3, (of_scales, values)
-
-
-@pytest.mark.parametrize("trees", [False, True])
-@interpreted
-def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> None:
-    rng, generator = random.Random(11 + trees), torch.Generator().manual_seed(11)
-    groups = random_groups(rng, VOCAB, 10, trees, acceptance="rejection", temperature=1.0)
-    greedy = SamplingParams(temperature=0.0, acceptance="rejection")
-    groups[0] = groups[0]._replace(spec=replace(groups[0].spec, sampling=greedy))
-    groups[1] = groups[1]._replace(spec=replace(groups[1].spec, sampling=SamplingParams()))
-    logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB, generator=generator) * 2
-    sampler, drawn, at = Sampler(VOCAB), [], 0
-    for number, group in enumerate(groups):
-        draft = list(group.draft)
-        drawn.append(())
-        for node in range(len(draft)):
-            # Drawn from something like the target's distribution, and once in a while from nothing.
-            parent = group.parents[node] if group.parents else node - 1
-            row = logits[at + 1 + parent] + torch.randn(VOCAB, generator=generator)
-            best = row.topk(4)
-            weights = best.values.softmax(0)
-            draft[node] = int(best.indices[rng.choices(range(4), weights.tolist())[0]]) if rng.random() < 0.9 else 0
-            drawn[-1] += (Candidates(tuple(best.indices.tolist()), tuple(weights.tolist())),)
-        groups[number] = group._replace(draft=tuple(draft))
-        at += 1 + len(draft)
-    _, records = decided(logits, step_of(groups, VOCAB, drawn))
-    whole = [one for of_group in drawn for one in of_group]
-    expected = verify_rejection(
-        *(sampler.probs(logits, groups), groups),
-        *(torch.tensor([one.ids for one in whole]), torch.tensor([one.probs for one in whole])),
-    )
-    for number, run in enumerate(expected):
-        if number != 1:
-            assert records[number, : 3 + run.num_accepted].tolist() == [run.num_accepted, 0, *run.run]
-    assert 3 < sum(run.num_accepted for run in expected) < len(whole)
 
 
 @interpreted
@@ -239,8 +202,8 @@ def test_steps_that_kernels_decide_are_those_that_torch_decides() -> None:
         groups = groups[step % 2 :]
         logits = torch.randn(sum(1 + len(one.draft) for one in groups), VOCAB + 3, generator=generator) * 3
         groups, flags = drafts_that_stand(groups, logits, rng), torch.tensor([True, False, True])
-        found = decide(by_kernels, logits, groups, [()] * len(groups), flags)
-        wanted = decide(by_torch, logits, groups, [()] * len(groups), flags)
+        found = decide(by_kernels, logits, groups, flags)
+        wanted = decide(by_torch, logits, groups, flags)
         assert found[:2] == wanted[:2]
         assert found.flags.tolist() == wanted.flags.tolist()
         ranked = by_kernels.choose_and_guess(logits, groups, 3), by_torch.choose_and_guess(logits, groups, 3)
@@ -262,9 +225,9 @@ def test_a_step_waits_once_for_one_copy_each_way() -> None:
     groups = [g._replace(spec=replace(g.spec, sampling=one)) for g, one in zip(groups, params, strict=True)]
     sampler, flags = Sampler(VOCAB, on_kernels=True), torch.ones(9, dtype=torch.bool)
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB)
-    decide(sampler, logits, groups, [()] * len(groups), flags)
+    decide(sampler, logits, groups, flags)
     with patch.object(TritonSampler, "decide"), Operators() as seen:  # the interpreter copies for itself
-        decide(sampler, logits, groups, [()] * len(groups), flags)
+        decide(sampler, logits, groups, flags)
     # The flags are put into the record on the device, and the numbers are.
     assert seen.names.count("aten.copy_.default") == 4
     waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "lift_fresh")

@@ -41,25 +41,24 @@ def right_branch(patch: pytest.MonkeyPatch) -> None:
 def branch_prefix_hash(patch: pytest.MonkeyPatch) -> None:
     """A branch counts from its offer's prefix hash. Off: it is used wherever its token came."""
 
-    def anywhere(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+    def anywhere(offer: Offer, log: TokenLog) -> Draft:
         for (_, token), chain in offer.branches:
-            if log.tokens[-1] == token and not needs_candidates:
+            if log.tokens[-1] == token:
                 return Draft(chain)
-        return remaining_draft(offer, log, needs_candidates=needs_candidates)
+        return remaining_draft(offer, log)
 
     patch.setattr(target, "remaining_draft", anywhere)
 
 
 @mutation
 def decided_outcome(patch: pytest.MonkeyPatch) -> None:
-    """A branch is used once its outcome is decided. Off: its token is a draft token, drawn from nothing."""
+    """A branch is used once its outcome is decided. Off: its token is a draft token."""
 
-    def through_a_guess(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+    def through_a_guess(offer: Offer, log: TokenLog) -> Draft:
         if offer.prefix_hash == log.prefix_hash() and offer.branches:
             (n, token), chain = offer.branches[0]
-            drawn = (*offer.candidates[: n + 1], *offer.branch_candidates[0]) if needs_candidates else ()
-            return Draft((*offer.chain[:n], token, *chain), drawn)
-        return remaining_draft(offer, log, needs_candidates=needs_candidates)
+            return Draft((*offer.chain[:n], token, *chain))
+        return remaining_draft(offer, log)
 
     patch.setattr(target, "remaining_draft", through_a_guess)
 
@@ -68,14 +67,12 @@ def decided_outcome(patch: pytest.MonkeyPatch) -> None:
 def chosen_branch(patch: pytest.MonkeyPatch) -> None:
     """The target picks the branch of the outcome that it decided. Off: of as many accepted, and any token."""
 
-    def any_token(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+    def any_token(offer: Offer, log: TokenLog) -> Draft:
         since = log.tail(offer.prefix_hash.length) if log.has(offer.prefix_hash) else ()
-        for i, ((n, _), chain) in enumerate(offer.branches):
+        for (n, _), chain in offer.branches:
             if len(since) == n + 1 and since[:n] == offer.chain[:n] != since:
-                return Draft(chain, offer.branch_candidates[i] if needs_candidates else ())
-        return (
-            remaining_draft(offer, log, needs_candidates=needs_candidates) if log.has(offer.prefix_hash) else NO_DRAFT
-        )
+                return Draft(chain)
+        return remaining_draft(offer, log) if log.has(offer.prefix_hash) else NO_DRAFT
 
     patch.setattr(target, "remaining_draft", any_token)
 

@@ -73,7 +73,7 @@ def own_mark(patch: pytest.MonkeyPatch) -> None:
     def rest(self: TargetMachine, sequence: TargetSequence, offer: Offer) -> Draft:
         marks = (kept.offer.prefix_hash for kept in reversed(sequence.offers) if kept.offer.drafter != offer.drafter)
         offer = replace(offer, prefix_hash=next(marks, offer.prefix_hash))
-        return remaining_draft(offer, sequence.log, needs_candidates=sequence.needs_candidates)
+        return remaining_draft(offer, sequence.log)
 
     patch.setattr(TargetMachine, "_rest", rest)
 
@@ -85,7 +85,7 @@ def merged_as_a_trie(patch: pytest.MonkeyPatch) -> None:
     def one_after_another(chains: Sequence[Draft]) -> tuple[Draft, list[int]]:
         most = max(len(chain.tokens) for chain in chains)
         tokens = tuple(token for chain in chains for token in chain.tokens)[:most]
-        return Draft(tokens, (), chains[0].source), [len(chain.tokens) for chain in chains]
+        return Draft(tokens, chains[0].source), [len(chain.tokens) for chain in chains]
 
     patch.setattr(target, "merge", one_after_another)
 
@@ -122,18 +122,6 @@ def lost_with_its_offers(patch: pytest.MonkeyPatch) -> None:
         on_offer(self, message)
 
     patch.setattr(RouterMachine, "_on_offer", take_old)
-
-
-@mutation
-def one_under_the_rejection_rule(patch: pytest.MonkeyPatch) -> None:
-    """Under the rejection rule one drafter drafts for a sequence. Off: all do."""
-    begin = Session.__init__
-
-    def begin_with_all(self: Session, message: Any, plan: Any, lease_s: float, drafters: Sequence[str]) -> None:
-        begin(self, message, plan, lease_s, drafters)
-        self.drafters = {name: WorkerLink(name) for name in drafters}
-
-    patch.setattr(Session, "__init__", begin_with_all)
 
 
 @mutation

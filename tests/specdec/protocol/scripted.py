@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.drafts import children_of, path_to
 from specdec.core.log import TokenLog
-from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Finish, TokenLogprobs, Tokens
@@ -42,7 +41,7 @@ def expect(holds: bool, promise: str) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """One request. ``true`` is its only possible output under the coupled rule, and goes on beyond its finish.
+    """One request. ``true`` is the only output of a target that repeats itself, and goes on beyond its finish.
 
     Attributes:
         poison: What happens to a step that decides its output from position ``poison_from`` on: nothing, an error of
@@ -60,9 +59,8 @@ class Script:
     draft_poison: str = ""
 
     @classmethod
-    def random(cls, rng: random.Random, seq: str, max_model_len: int, *, coupled: bool) -> Script:
+    def random(cls, rng: random.Random, seq: str, max_model_len: int) -> Script:
         sampling = SamplingParams(
-            acceptance="coupled" if coupled else "rejection",
             stop_token_ids=rng.choice(((), (STOP,))),
             ignore_eos=rng.random() < 0.5,
             logprobs=rng.choice((None, 1)),
@@ -101,8 +99,8 @@ class Script:
 class ScriptedTarget:
     """A target's backend with room for ``room`` sequences; reading a sequence takes a step of its own.
 
-    Coupled rule: a token is a function of request and position. Otherwise it is drawn anew each time, and mostly the
-    drafted one, as under the rejection rule: whoever decides a position again decides something else.
+    If it repeats itself, a token is a function of request and position. Otherwise it is drawn anew each time, mostly
+    as drafted: whoever decides a position again decides something else, as where rounding depends on the batch.
     """
 
     def __init__(
@@ -110,14 +108,14 @@ class ScriptedTarget:
         scripts: dict[str, Script],
         rng: random.Random,
         *,
-        coupled: bool,
+        repeats: bool,
         room: int,
         draft_models: Sequence[DraftModel] = (),
         takes_trees: bool = True,
     ) -> None:
-        self._scripts, self._rng, self._coupled, self._room = scripts, rng, coupled, room
+        self._scripts, self._rng, self._repeats, self._room = scripts, rng, repeats, room
         self._draft_models, self._takes_trees = draft_models, takes_trees
-        self._skips_bonus = not coupled and rng.random() < 0.5
+        self._skips_bonus = not repeats and rng.random() < 0.5
         self.max_model_len = next(iter(scripts.values())).max_model_len
         self.failing = 0.0
         self.num_alone: Counter[str] = Counter()
@@ -161,8 +159,6 @@ class ScriptedTarget:
         expect(position + draft.depth < spec.max_tokens, "a draft is longer than max_tokens allows")
         expect(len(job.log) + draft.depth < self.max_model_len, "a draft is longer than the context allows")
         self._check_draft(job)
-        drawn_from = [candidates.ids for candidates in job.candidates]
-        expect(self._coupled or drawn_from == [(token,) for token in job.draft], "candidates of other draft tokens")
         draft = draft if self._takes_trees else draft.chain()
         if self._rng.random() < 0.1:
             draft = draft.only(range(min(len(draft.tokens), self._rng.randint(0, 3))))  # memory was short
@@ -194,7 +190,7 @@ class ScriptedTarget:
             expect(token in said, "a draft that was made for another log")
 
     def _token(self, key: str, position: int, drafted: int | None) -> int:
-        if self._coupled:
+        if self._repeats:
             return self._scripts[key].true[position]
         if drafted is not None and self._rng.random() < 0.7:
             return drafted
@@ -288,9 +284,7 @@ class ScriptedDraft:
     def _draw(self, job: DraftJob) -> Proposal:
         seq = job.fork_of or job.key
         token = self._model.token(seq, job.tokens)
-        is_coupled = job.spec.sampling.acceptance == "coupled"
-        candidates = None if is_coupled else Candidates((token,), (1.0,))
-        return Proposal(Status.DECIDED, token, candidates, self._model.guesses(seq, job.tokens, job.num_guesses))
+        return Proposal(Status.DECIDED, token, self._model.guesses(seq, job.tokens, job.num_guesses))
 
 
 def _nearly(true: Tokens) -> Tokens:

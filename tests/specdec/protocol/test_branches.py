@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.backends import DraftJob, Proposal, Status
-from specdec.core.messages import Candidates, Close, Commit, Epoch, Open, Outcome, Plan, PlanUpdate
+from specdec.core.messages import Close, Commit, Epoch, Open, Outcome, Plan, PlanUpdate
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.branches import foreseen, likely_outcomes
 from specdec.protocol.drafter import DrafterMachine
@@ -45,8 +45,7 @@ class Guessing:
         if ("chains" if job.fork_of is None else "branches") not in self.has_room_for:
             return Proposal(Status.WAITING)
         token = said(job.tokens)
-        drawn = Candidates((token,), (1.0,)) if job.spec.sampling.acceptance == "rejection" else None
-        return Proposal(Status.DECIDED, token, drawn, tuple(range(token + 1, token + 1 + job.num_guesses)))
+        return Proposal(Status.DECIDED, token, tuple(range(token + 1, token + 1 + job.num_guesses)))
 
     def rest(self) -> None:
         pass
@@ -58,9 +57,9 @@ class Guessing:
         self.events.append(("release", key))
 
 
-def machine_with(num_draft_tokens=3, num_branches=4, max_tokens=50, acceptance="coupled", **plan):
+def machine_with(num_draft_tokens=3, num_branches=4, max_tokens=50, **plan):
     machine = DrafterMachine("D", Guessing(), Times(lease_s=5.0))
-    spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens, (EOS,))
+    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), max_tokens, (EOS,))
     plan = Plan(num_draft_tokens, num_branches, 0.5, **plan)
     machine.receive(Open("s", EPOCH, "R", PROMPT, spec, plan, 5.0), 0.0)
     return machine
@@ -156,11 +155,10 @@ def test_branches_are_a_part_of_the_batch_and_come_last():
     assert branch.agreed == len(branch.tokens) - 1
 
 
-@pytest.mark.parametrize(("acceptance", "goes_on"), [("coupled", False), ("rejection", True)])
-def test_how_long_a_chain_is_tells_nothing_of_its_tokens_under_the_rejection_rule(acceptance, goes_on):
-    sequence = sequence_of(machine_with(acceptance=acceptance))
+def test_nothing_is_drafted_after_a_token_that_ends_the_sequence():
+    sequence = sequence_of(machine_with())
     assert sequence.take(None, Proposal(Status.DECIDED, EOS)) == 1
-    assert (sequence.num_wanted > len(sequence.path)) is goes_on
+    assert sequence.num_wanted == len(sequence.path)
     assert sequence.fork(Outcome(0, EOS)) is None  # nothing could follow it
 
 
@@ -242,13 +240,6 @@ def test_no_branch_begins_with_a_token_that_ends_the_sequence():
     sequence = sequence_of(machine)
     sequence.ending_token_ids = frozenset(range(1000))
     assert not any(offer.branches for offer in settle(machine))
-
-
-def test_under_the_rejection_rule_branches_bring_their_candidates():
-    offer = settle(machine_with(acceptance="rejection"))[-1]
-    assert len(offer.branch_candidates) == len(offer.branches) > 0
-    for (_, drafted), candidates in zip(offer.branches, offer.branch_candidates, strict=True):
-        assert [drawn.ids for drawn in candidates] == [(token,) for token in drafted]
 
 
 def test_a_miss_leaves_other_sequences_as_they_are():

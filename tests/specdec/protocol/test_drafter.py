@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.backends import Proposal, Status
-from specdec.core.messages import Candidates, Commit, Epoch, Offer, Open, Plan
+from specdec.core.messages import Commit, Epoch, Offer, Open, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import SpeculationMode
 from specdec.protocol.drafter import DrafterMachine
@@ -22,12 +22,8 @@ class Counting:
 
     def propose(self, jobs):
         self.batches.append([(job.key, len(job.tokens), job.agreed, job.num_committed) for job in jobs])
-        decided = [Proposal(Status.DECIDED, *self._draw(job)) for job in jobs[: self.room]]
+        decided = [Proposal(Status.DECIDED, chain(len(job.tokens) - len(PROMPT), 1)[0]) for job in jobs[: self.room]]
         return decided + [Proposal(Status.WAITING) for _ in jobs[self.room :]]
-
-    def _draw(self, job):
-        token = chain(len(job.tokens) - len(PROMPT), 1)[0]
-        return token, Candidates((token,), (1.0,)) if job.spec.sampling.acceptance == "rejection" else None
 
     def rest(self):
         self.rests.append(len(self.batches))
@@ -41,16 +37,14 @@ def chain(start, length):
     return tuple(range(100 + start, 100 + start + length))
 
 
-def machine_with(
-    num_draft_tokens=3, mode: SpeculationMode = "sequential", max_tokens=50, max_model_len=100, acceptance="coupled"
-):
+def machine_with(num_draft_tokens=3, mode: SpeculationMode = "sequential", max_tokens=50, max_model_len=100):
     machine = DrafterMachine("D", Counting(max_model_len), Times(lease_s=5.0))
-    open_sequence(machine, "s", Plan(num_draft_tokens, mode=mode), max_tokens, acceptance)
+    open_sequence(machine, "s", Plan(num_draft_tokens, mode=mode), max_tokens)
     return machine
 
 
-def open_sequence(machine, seq, plan, max_tokens=50, acceptance="coupled", epoch=EPOCH, output=()):
-    spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens)
+def open_sequence(machine, seq, plan, max_tokens=50, epoch=EPOCH, output=()):
+    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), max_tokens)
     machine.receive(Open(seq, epoch, "R", (*PROMPT, *output), spec, plan, 5.0), 0.0)
 
 
@@ -149,17 +143,6 @@ def test_a_waiting_sequence_keeps_what_was_agreed():
     machine.step(0.0)
     agreed = [batch[0][2] for batch in machine._backend.batches]
     assert agreed == [0, len(PROMPT), len(PROMPT)]
-
-
-def test_under_the_rejection_rule_candidates_go_with_their_tokens():
-    machine = machine_with(3, acceptance="rejection")
-    settle(machine)
-    commit(machine, (), chain(0, 2))
-    (sent,) = settle(machine)
-    assert [candidates.ids for candidates in sent.candidates] == [(token,) for token in sent.chain]
-    commit(machine, chain(0, 2), (9,))
-    (sent,) = settle(machine)
-    assert [candidates.ids for candidates in sent.candidates] == [(token,) for token in sent.chain]
 
 
 def test_it_rests_where_a_step_finds_nothing_to_draft():

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from specdec.core.drafts import Draft, merge, remaining_draft
-from specdec.core.messages import Candidates, Epoch, Offer, Outcome
+from specdec.core.messages import Epoch, Offer, Outcome
 from tests.specdec.protocol.scripted import log_of
 
 EPOCH = Epoch(1, 0)
 
 
 def rest_of(offer, output) -> tuple[int, ...]:
-    return remaining_draft(offer, log_of(output), needs_candidates=False).tokens
+    return remaining_draft(offer, log_of(output)).tokens
 
 
-def offer(committed, chain, branches=(), candidates=()) -> Offer:
-    return Offer("s", EPOCH, log_of(committed).prefix_hash(), chain, tuple(branches), tuple(candidates))
+def offer(committed, chain, branches=()) -> Offer:
+    return Offer("s", EPOCH, log_of(committed).prefix_hash(), chain, tuple(branches))
 
 
 @pytest.mark.parametrize(
@@ -66,32 +65,6 @@ def test_branches_over_what_has_been_committed_since(output, expected):
     assert rest_of(offer((1,), (2, 3, 4), BRANCHES), output) == expected
 
 
-def drawn(*tokens: int) -> tuple[Candidates, ...]:
-    return tuple(Candidates((token,), (1.0,)) for token in tokens)
-
-
-def test_under_the_rejection_rule_a_draft_needs_what_it_was_drawn_from():
-    def rest(offer):
-        return remaining_draft(offer, log_of((1,)), needs_candidates=True)[:2]
-
-    assert rest(offer((1,), (2, 3), candidates=drawn(2, 3))) == ((2, 3), drawn(2, 3))
-    assert rest(offer((1,), (2, 3))) == ((), ())
-    assert rest(offer((1,), (2, 3), candidates=drawn(2))) == ((), ())
-
-
-def test_under_the_rejection_rule_a_branch_brings_its_own_candidates():
-    branches = ((Outcome(0, 5), (6, 7)), (Outcome(2, 5), (8, 9)), (Outcome(1, 9), (4,)))
-    made = replace(offer((1,), (2, 3), branches, drawn(2, 3)), branch_candidates=(drawn(6, 7), drawn(8, 9), ()))
-
-    def rest(*output):
-        return remaining_draft(made, log_of(output), needs_candidates=True)[:3]
-
-    assert rest(1, 5) == ((6, 7), drawn(6, 7), "branch")
-    assert rest(1, 2, 3, 5, 8) == ((9,), drawn(9), "branch")
-    assert rest(1, 2, 9) == ((), (), "")
-    assert rest(1, 2) == ((3,), drawn(3), "chain")
-
-
 @pytest.mark.parametrize(
     ("chains", "most", "tokens", "parents", "added"),
     [
@@ -105,5 +78,5 @@ def test_under_the_rejection_rule_a_branch_brings_its_own_candidates():
 )
 def test_chains_of_one_base_are_a_trie_with_the_first_at_its_beginning(chains, most, tokens, parents, added):
     drafts = [Draft(chain, source="chain") for chain in chains]
-    assert merge(drafts, most) == (Draft(tokens, (), "chain", parents), added)
+    assert merge(drafts, most) == (Draft(tokens, "chain", parents), added)
     assert merge(drafts, most)[0].chain().tokens[: len(chains[0])] == chains[0][:most]

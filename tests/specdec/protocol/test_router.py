@@ -160,8 +160,6 @@ def test_those_draft_that_a_request_names():
     assert several(Plan(3, drafters=("drafter", "gpu")), drafters=("cpu", "gpu")) == ({"gpu"}, 3)
     assert several(Plan(3, drafters=("drafter",)), drafters=("cpu", "gpu")) == ({"cpu", "gpu"}, 3)
     assert several(drafters=("gone",)) == (set(), 0)  # after an update of the service
-    rejection = SamplingParams(acceptance="rejection")
-    assert several(sampling=rejection, drafters=("cpu", "gpu")) == ({"cpu"}, 3)
 
 
 def test_a_router_counts_who_names_a_drafter_that_it_lacks():
@@ -295,11 +293,3 @@ def test_a_drafter_that_is_lost_leaves_the_other_as_it_is():
     machine.worker_joined("G2", "gpu", 0.0)
     [reopened] = machine.take_outbox().pop("G2")
     assert (reopened.epoch, reopened.output) == (Epoch(1, 1), (0,))
-
-
-def test_under_the_rejection_rule_the_first_drafts_alone():
-    machine = with_two_drafters(replace(SPEC, sampling=SamplingParams(acceptance="rejection")))
-    assert set(machine.take_outbox()) == {"T", "G"}
-    machine.worker_lost("G", 0.0)
-    machine.receive(verdict(0, (0,)), 0.0)
-    assert set(machine.take_outbox()) == {"T", "I"}

@@ -5,7 +5,6 @@ import pytest
 from specdec.core.backends import Status, Verification
 from specdec.core.messages import (
     Ack,
-    Candidates,
     Epoch,
     Live,
     Notes,
@@ -37,7 +36,6 @@ class Oracle:
 
     def verify(self, jobs):
         self.batches.append([(job.key, job.draft) for job in jobs])
-        self.candidates = [job.candidates for job in jobs]
         return [self._decide(job) for job in jobs]
 
     def _decide(self, job):
@@ -126,17 +124,6 @@ def test_the_longest_rest_among_the_kept_offers_is_used():
     machine.step(0.0)
     assert machine._backend.batches == [[("s", TRUE[:4])]]
     assert (machine.counters.num_offers, machine.counters.num_stale_offers) == (4, 1)
-
-
-def test_under_the_rejection_rule_each_draft_token_comes_with_its_candidates():
-    opening = open_message(sampling=SamplingParams(acceptance="rejection"), plan=Plan(2))
-    candidates = tuple(Candidates((token,), (1.0,)) for token in TRUE[:5])
-    machine = machine_with(opening)
-    machine.step(0.0)
-    machine.receive(Offer("s", EPOCH, log_of(()).prefix_hash(), TRUE[:5], candidates=candidates), 0.0)
-    machine.step(0.0)
-    assert machine._backend.batches[1:] == [[("s", TRUE[1:3])]]
-    assert machine._backend.candidates == [candidates[1:3]]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from specdec.core.backends import Status, Verification
 from specdec.core.drafts import OFFERS_KEPT, children_of
-from specdec.core.messages import Ack, Candidates, Offer, Outcome, Plan
-from specdec.core.params import SamplingParams
+from specdec.core.messages import Ack, Offer, Outcome, Plan
 from tests.specdec.protocol.scripted import PROMPT, log_of
 from tests.specdec.protocol.test_target import EPOCH, TRUE, Oracle, machine_with, offer, open_message
 
@@ -230,14 +229,3 @@ def test_a_drafter_that_floods_a_target_takes_no_other_ones_room():
         machine.receive(of("b", (), (token, token)), 0.0)
     (sequence,) = machine._sequences
     assert [kept.offer.drafter for kept in sequence.offers] == ["a", *["b"] * OFFERS_KEPT]
-
-
-def test_under_the_rejection_rule_one_drafter_is_taken_whatever_it_says():
-    drawn = tuple(Candidates((token,), (1.0,)) for token in TRUE[:2])
-    sampling = SamplingParams(acceptance="rejection")
-    offers = [replace(of(name, (), TRUE[:2]), candidates=drawn) for name in ("b", "a")]
-    machine = machine_with(open_message(sampling=sampling), replace(offers[0], chain=TRUE[:1], candidates=drawn[:1]))
-    machine.receive(offers[1], 0.0)
-    machine.step(0.0)
-    assert machine._backend.batches == [[("s", TRUE[:2])]]
-    assert counted(machine, "b")["num_drafts"] == 0

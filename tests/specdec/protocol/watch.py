@@ -80,11 +80,11 @@ class Watch:
         times: Times,
         kind: Callable[[str, str], str],
         *,
-        coupled: bool,
+        repeats: bool,
         most_branches: int,
     ) -> None:
         self._kind = kind
-        self._scripts, self._times, self._coupled = scripts, times, coupled
+        self._scripts, self._times, self._repeats = scripts, times, repeats
         self._most_branches = most_branches
         self.clients: dict[str, Client] = {}
         self.num_opens: Counter[str] = Counter()
@@ -267,10 +267,6 @@ class Watch:
         known = [name for name in self._ranks.get(node.name, ()) if name in proposed]
         if len(known) == len(proposed):
             expect(proposed == known, "drafters are not merged in the order of their records")
-        if not self._coupled:
-            drafted = self._drafted[sequence.seq, sequence.epoch.attempt]
-            drafted |= kept.keys()
-            expect(len(drafted) <= 1, "two drafters under the rejection rule")
 
     def _check_session(self, node: Node, session: Session) -> None:
         for link in session.links:
@@ -292,7 +288,7 @@ class Watch:
             log = (*PROMPT, *client.tokens)
             committed = self._committed[delivery.seq]
             expect(log == PROMPT or log in committed, "the client's tokens are no prefix of one log")
-            if self._coupled:
+            if self._repeats:
                 expect(tuple(client.tokens) == script.true[: len(client.tokens)], "not the true sequence")
             if delivery.finish is not None:
                 client.state, client.finish = "finished", delivery.finish

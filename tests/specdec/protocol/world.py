@@ -93,17 +93,17 @@ class Result:
 
 
 class World:
-    """One schedule. Time is a step counter; everything random comes from ``seed``. Even seeds use the coupled rule."""
+    """One schedule. Time counts steps; ``seed`` gives all randomness. With even seeds targets repeat themselves."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        self.coupled, self.now = seed % 2 == 0, 0
+        self.repeats, self.now = seed % 2 == 0, 0
         self.net, self.adversary = Network(rng), Adversary.random(rng)
         self.skill, self.room = rng.choice((0.0, 0.7, 0.95, 1.0)), rng.choice((1, 1, 2))
         self.target_period, self.drafts_per_step = rng.choice((1, 1, 2, 4)), rng.choice((1, 3))
         max_model_len = rng.choice((16, 64))
         self.draft_max_model_len = rng.choice((10, max_model_len))
-        self.scripts = {seq: Script.random(rng, seq, max_model_len, coupled=self.coupled) for seq in REQUESTS}
+        self.scripts = {seq: Script.random(rng, seq, max_model_len) for seq in REQUESTS}
         # Nothing is drawn for these: all other schedules are as if there were none.
         more = MORE_DRAFTERS[seed // 8 % 2] if seed % 8 > 5 else {}
         self.drafters = {**DRAFTERS, **more}
@@ -114,10 +114,10 @@ class World:
             name: DraftModel(self.scripts, seed + i, skill=skills[i]) for i, name in enumerate(self.names)
         }
         self.takes_trees = seed // 16 % 2 == 0
-        self.is_paired = seed % 16 in (4, 5)  # by either rule, beside drafters of their own
+        self.is_paired = seed % 16 in (4, 5)  # beside drafters of their own
         self.draft_room = rng.choice((2, 6, 30))
         self.num_step_tokens = 3 if seed % 3 == 1 else 1
-        self.watch = Watch(self.scripts, TIMES, self._kind, coupled=self.coupled, most_branches=MOST_BRANCHES)
+        self.watch = Watch(self.scripts, TIMES, self._kind, repeats=self.repeats, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
         self.num_deaths: Counter[str] = Counter()
@@ -231,7 +231,7 @@ class World:
         backend = ScriptedTarget(
             self.scripts,
             self.rng,
-            coupled=self.coupled,
+            repeats=self.repeats,
             room=self.room,
             draft_models=tuple(self.draft_models.values()),
             takes_trees=self.takes_trees,

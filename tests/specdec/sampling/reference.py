@@ -42,6 +42,14 @@ def edited_row(logits: Sequence[float], spec: SequenceSpec, tokens: Sequence[int
     return row if max(left) == -math.inf else left
 
 
+def probs_of(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """The distribution that the sampler draws each row from, float32 [N, V]; on one token with temperature 0."""
+    drawn_from = sampler._drawn_from(logits, sampler._laid_out(logits, groups))
+    is_greedy = [group.spec.sampling.is_greedy for group in groups for _ in range(1 + len(group.draft))]
+    certain = torch.zeros_like(drawn_from).scatter_(1, drawn_from.argmax(1, keepdim=True), 1.0)
+    return torch.where(torch.tensor(is_greedy, dtype=torch.bool).unsqueeze(1), certain, drawn_from.softmax(1))
+
+
 def normalised(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights]
@@ -108,7 +116,7 @@ class TableModel:
 
 
 def plain_decoding(sampler: Sampler, model: TableModel, spec: SequenceSpec, prompt: list[int], count: int) -> list[int]:
-    """The next ``count`` tokens, one at a time, alone in the batch, by the coupled rule without drafts."""
+    """The next ``count`` tokens, one at a time, alone in the batch, without drafts."""
     tokens = list(prompt)
     for _ in range(count):
         group = RowGroup(spec, tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.core.params import SamplingParams
-from specdec.sampling.acceptance import verify_coupled
+from specdec.sampling.acceptance import walk_drafts
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from tests.sizes import one_of_each
 
@@ -30,7 +30,7 @@ def test_the_run_is_plain_decodings_whatever_the_draft(case: int) -> None:
         draft = [*truth[:num_right], *(rng.randrange(VOCAB) for _ in range(8 - num_right))]
         groups.append(RowGroup(spec, prompt, tuple(draft[: rng.choice((0, 1, 3, 8))])))
         plain.append(truth)
-    results = verify_coupled(sampler.sample(model.rows(groups), groups), groups)
+    results = walk_drafts(sampler.sample(model.rows(groups), groups), groups)
     for result, group, truth in zip(results, groups, plain, strict=True):
         assert result.num_accepted == len(result.run) - 1
         assert result.run == tuple(truth[: len(result.run)])
@@ -51,7 +51,7 @@ def test_whole_generations_do_not_depend_on_the_draft_length_or_company(num_draf
         for spec, log in zip(specs, logs, strict=True):
             chain = plain_decoding(sampler, draft_model, spec, log, num_drafted)
             groups.append(RowGroup(spec, log, tuple(chain)))
-        results = verify_coupled(sampler.sample(model.rows(groups), groups), groups)
+        results = walk_drafts(sampler.sample(model.rows(groups), groups), groups)
         logs = [[*log, *result.run] for log, result in zip(logs, results, strict=True)]
         num_accepted += sum(result.num_accepted for result in results)
     for spec, log in zip(specs, logs, strict=True):
@@ -67,6 +67,6 @@ def test_acceptance_is_exact_at_every_length() -> None:
         VerifiedRun(run, num_accepted)
         for run, num_accepted in (((4, 5, 6, 7), 3), ((4, 5), 1), ((4,), 0), ((8,), 0), ((4, 5, 6), 2))
     ]
-    assert verify_coupled(chosen, groups) == expected
-    assert verify_coupled(torch.tensor(chosen), groups) == expected
-    assert verify_coupled([], []) == []
+    assert walk_drafts(chosen, groups) == expected
+    assert walk_drafts(torch.tensor(chosen), groups) == expected
+    assert walk_drafts([], []) == []

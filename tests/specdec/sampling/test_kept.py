@@ -13,6 +13,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.validation import MAX_NUM_LOGIT_BIASES, validated
 from specdec.sampling.kept import WhileAlive
 from specdec.sampling.pipeline import RowGroup, Sampler
+from tests.specdec.sampling.reference import probs_of
 
 VOCAB = 2000
 
@@ -54,7 +55,7 @@ def test_what_many_live_requests_ask_for_is_prepared_once_each(
     counts = []
     for _ in range(3):
         made.clear()
-        chosen = sampler.probs(logits, [RowGroup(spec, [0]) for spec in specs])
+        chosen = probs_of(sampler, logits, [RowGroup(spec, [0]) for spec in specs])
         assert chosen.argmax(1).tolist() == [3] * 300
         counts.append(len(made))
     assert counts[0] >= 300

@@ -12,7 +12,7 @@ from specdec.sampling import logprobs as module
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 
-from .reference import make_spec
+from .reference import make_spec, probs_of
 
 
 def test_they_are_those_of_the_raw_row_whatever_the_parameters() -> None:
@@ -48,7 +48,7 @@ def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from() -> No
         RowGroup(make_spec(greedy), [1]),
     ]
     sampler = Sampler(9, processed_logprobs=True, on_kernels=True)
-    probs = sampler.probs(logits, groups).double()
+    probs = probs_of(sampler, logits, groups).double()
     biased = logits[3].double()
     biased[1] += 2
     chosen = [int(probs[row].argmax()) for row in range(4)]

@@ -11,22 +11,20 @@ from torch import Tensor
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.validation import validated
+from specdec.sampling.acceptance import propose
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.rejection import propose_truncated, verify_rejection
 from tests.specdec.hooks import by_row
 
-from .reference import make_spec
+from .reference import make_spec, probs_of
 
 VOCAB = 6
 LOGITS = torch.tensor([[1.0, 4.0, 2.0, 4.0, 0.5, 3.9]])
-NOTHING = (torch.empty(0, 1, dtype=torch.int64), torch.empty(0, 1))
 
 
 def decided(sampler: Sampler, group: RowGroup) -> list[int]:
-    """The token of one row by the coupled rule, by the rejection rule, and as the draft proposes it."""
-    (chosen,) = sampler.sample(LOGITS, [group]).tolist()
-    (result,) = verify_rejection(sampler.probs(LOGITS, [group]), [group], *NOTHING)
-    return [chosen, *result.run, int(propose_truncated(sampler, LOGITS, [group]).tokens)]
+    """The token of one row as the target chooses it, and as the draft proposes it."""
+    (proposed,) = propose(sampler, LOGITS, [group], 1)
+    return [int(sampler.sample(LOGITS, [group])), proposed.token]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-39, 1e-7, 9.9e-6])
@@ -36,8 +34,8 @@ def test_tiny_temperatures_are_temperature_0(temperature: float) -> None:
     assert validated(params, VOCAB).temperature == 0.0
     for seed in range(20):
         group = RowGroup(make_spec(params, seed), [0])
-        assert decided(Sampler(VOCAB), group) == [1, 1, 1]
-        assert Sampler(VOCAB).probs(LOGITS, [group]).tolist() == [[0, 1, 0, 0, 0, 0]]
+        assert decided(Sampler(VOCAB), group) == [1, 1]
+        assert probs_of(Sampler(VOCAB), LOGITS, [group]).tolist() == [[0, 1, 0, 0, 0, 0]]
 
 
 def test_the_least_temperature_still_draws_among_ties() -> None:
@@ -60,7 +58,7 @@ def test_bad_words_that_leave_nothing_are_not_applied(temperature: float) -> Non
         assert set(after[2]) <= {2, 3}
     # Drafted tokens count as the output's do: the row after the draft token 3 has the ban, and the first row has not.
     group = RowGroup(make_spec(SamplingParams(bad_words=((3, 1),)), 1), [0], (3,))
-    assert (Sampler(VOCAB).probs(LOGITS.expand(2, -1), [group])[:, 1] > 0).tolist() == [True, False]
+    assert (probs_of(Sampler(VOCAB), LOGITS.expand(2, -1), [group])[:, 1] > 0).tolist() == [True, False]
 
 
 def test_min_tokens_needs_an_allowed_token_that_does_not_end_the_text() -> None:
@@ -100,7 +98,7 @@ def test_only_the_row_with_nothing_left_is_drawn_without_processors() -> None:
         return allowed
 
     group = RowGroup(make_spec(), [0], (4, 4))
-    probs = Sampler(VOCAB, [only_token_4_then_nothing]).probs(LOGITS.expand(3, -1), [group])
+    probs = probs_of(Sampler(VOCAB, [only_token_4_then_nothing]), LOGITS.expand(3, -1), [group])
     assert probs[0].tolist() == [0, 0, 0, 0, 1, 0]
     torch.testing.assert_close(probs[1:], LOGITS.softmax(1).expand(2, -1))
 
@@ -108,7 +106,7 @@ def test_only_the_row_with_nothing_left_is_drawn_without_processors() -> None:
 def test_min_tokens_forbids_nothing_where_every_token_ends() -> None:
     params = SamplingParams(min_tokens=3, stop_token_ids=tuple(range(VOCAB - 1)))
     groups = [RowGroup(make_spec(params, eos_token_ids=eos), [0]) for eos in ((VOCAB - 1, VOCAB + 7), (1,))]
-    probs = Sampler(VOCAB).probs(LOGITS.expand(2, -1), groups)
+    probs = probs_of(Sampler(VOCAB), LOGITS.expand(2, -1), groups)
     torch.testing.assert_close(probs[:1], LOGITS.softmax(1))
     assert probs[1].tolist() == [0, 0, 0, 0, 0, 1]
 

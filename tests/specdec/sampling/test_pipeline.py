@@ -24,7 +24,7 @@ from specdec.sampling.noise import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from tests.specdec.hooks import by_row
 
-from .reference import TableModel, edited_row, make_spec, random_params, row_probs
+from .reference import TableModel, edited_row, make_spec, probs_of, random_params, row_probs
 
 VOCAB = 12
 
@@ -50,7 +50,7 @@ def test_probs_of_mixed_batches_are_the_naive_ones(case: int) -> None:
     logits = torch.randn(len(contexts), VOCAB, generator=torch.Generator().manual_seed(case)) * 3
     before = logits.clone()
     expected = [row_probs(row, *context) for row, context in zip(logits.tolist(), contexts, strict=True)]
-    torch.testing.assert_close(Sampler(VOCAB).probs(logits, groups), torch.tensor(expected), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(probs_of(Sampler(VOCAB), logits, groups), torch.tensor(expected), atol=1e-6, rtol=1e-5)
     assert torch.equal(logits, before)
 
 
@@ -71,7 +71,7 @@ def test_probs_are_those_of_transformers() -> None:
         ]
     )
     expected = [processors(torch.tensor([[*tokens, *groups[0].draft[:i]]]), logits[i : i + 1]) for i in range(3)]
-    torch.testing.assert_close(Sampler(100).probs(logits, groups), torch.cat(expected).softmax(1))
+    torch.testing.assert_close(probs_of(Sampler(100), logits, groups), torch.cat(expected).softmax(1))
 
 
 @pytest.mark.parametrize("case", range(20))
@@ -98,9 +98,9 @@ def test_penalties_of_each_row_count_the_drafts_before_it(feature: str) -> None:
     contexts = row_contexts(groups)
     logits = torch.randn(len(contexts), VOCAB, generator=torch.Generator().manual_seed(3))
     expected = [edited_row(row, *context) for row, context in zip(logits.tolist(), contexts, strict=True)]
-    probs = Sampler(VOCAB).probs(logits, groups)
+    probs = probs_of(Sampler(VOCAB), logits, groups)
     torch.testing.assert_close(probs, torch.tensor(expected).softmax(1))
-    without_drafts = Sampler(VOCAB).probs(logits[2:3], [groups[0]._replace(draft=())])[0]
+    without_drafts = probs_of(Sampler(VOCAB), logits[2:3], [groups[0]._replace(draft=())])[0]
     assert not torch.allclose(probs[2], without_drafts)
 
 
@@ -124,7 +124,7 @@ def test_padding_columns_are_never_chosen_and_change_nothing() -> None:
     padded = torch.cat((logits, torch.full((40, 5), 50.0)), 1)
     sampler = Sampler(VOCAB)
     assert torch.equal(sampler.sample(padded, groups), sampler.sample(logits, groups))
-    assert torch.equal(sampler.probs(padded, groups), sampler.probs(logits, groups))
+    assert torch.equal(probs_of(sampler, padded, groups), probs_of(sampler, logits, groups))
     asking = [group._replace(spec=make_spec(SamplingParams(logprobs=2))) for group in groups]
     runs = [VerifiedRun((1,), 0)] * 20
     assert sampler.logprobs(padded, asking, runs) == sampler.logprobs(logits, asking, runs)
@@ -136,7 +136,7 @@ def test_temperature_0_takes_the_lowest_id_of_a_tie_and_no_truncation_or_noise()
         params = SamplingParams(temperature=0.0, top_k=1, top_p=0.1, min_p=1.0)
         group = RowGroup(make_spec(params, seed), [0])
         assert Sampler(4).sample(logits, [group]).tolist() == [1]
-        assert Sampler(4).probs(logits, [group]).tolist() == [[0, 1, 0, 0]]
+        assert probs_of(Sampler(4), logits, [group]).tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-6, 1e-3])
@@ -144,7 +144,7 @@ def test_tiny_temperatures_are_finite_and_near_argmax(temperature: float) -> Non
     group = RowGroup(make_spec(SamplingParams(temperature=temperature), 5), [0])
     logits = torch.tensor([[90.0, 90.5, -1e4, 0.0]])
     assert Sampler(4).sample(logits, [group]).tolist() == [1]
-    torch.testing.assert_close(Sampler(4).probs(logits, [group]), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
+    torch.testing.assert_close(probs_of(Sampler(4), logits, [group]), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_tiny_temperatures_are_finite_and_near_argmax(temperature: float) -> Non
 )
 def test_ties_with_the_last_token_kept_are_kept(params: SamplingParams, kept: set[int]) -> None:
     weights = torch.tensor([0.36, 0.2, 0.2, 0.1, 0.1, 0.02, 0.02])
-    probs = Sampler(7).probs(weights.log().unsqueeze(0), [RowGroup(make_spec(params), [0])])[0]
+    probs = probs_of(Sampler(7), weights.log().unsqueeze(0), [RowGroup(make_spec(params), [0])])[0]
     assert {token for token, prob in enumerate(probs.tolist()) if prob > 0} == kept
     torch.testing.assert_close(probs[[*kept]], weights[[*kept]] / weights[[*kept]].sum())
 
@@ -185,7 +185,7 @@ def test_top_p_finds_its_tokens_beyond_the_first_candidates(
         [row_probs(row, group.spec, [0]) for row, group in zip(logits.tolist(), groups, strict=True)]
     )
     monkeypatch.setattr(sample, "_NUM_CANDIDATES", num_candidates)
-    torch.testing.assert_close(Sampler(300).probs(logits, groups), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(probs_of(Sampler(300), logits, groups), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_row_that_keeps_everything_keeps_it_beside_one_that_does_not() -> None:
@@ -193,7 +193,7 @@ def test_a_row_that_keeps_everything_keeps_it_beside_one_that_does_not() -> None
     logits = torch.tensor([[0.0, -1.0, -60.0]]).expand(3, 3)
     params = (SamplingParams(), SamplingParams(min_p=1e-30), SamplingParams(top_p=0.5))
     groups = [RowGroup(make_spec(one), [0]) for one in params]
-    assert (Sampler(3).probs(logits, groups) > 0).tolist() == [[True] * 3, [True] * 3, [True, False, False]]
+    assert (probs_of(Sampler(3), logits, groups) > 0).tolist() == [[True] * 3, [True] * 3, [True, False, False]]
 
 
 class EvenPositionsOnly:
@@ -220,7 +220,7 @@ def test_processors_see_all_rows_at_once() -> None:
     groups = [RowGroup(make_spec(seed=1), [4, 5], (6, 7)), RowGroup(make_spec(seed=99), [8], (9,))]
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
-    probs = Sampler(VOCAB, [processor]).probs(logits, groups)
+    probs = probs_of(Sampler(VOCAB, [processor]), logits, groups)
     assert processor.calls == [(groups, (5, VOCAB))]
     assert torch.equal(logits, before)
     even = torch.arange(VOCAB) % 2 == 0
@@ -234,7 +234,7 @@ def test_what_a_processor_gives_must_be_of_the_shape_of_what_it_got() -> None:
     groups = [RowGroup(make_spec(seed=seed), [4, 5], (6,)) for seed in range(2)]
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(VOCAB, [lambda groups, logits: logits[:1].clone()])
-    torch.testing.assert_close(sampler.probs(logits, groups), logits.softmax(1))
+    torch.testing.assert_close(probs_of(sampler, logits, groups), logits.softmax(1))
     failures = sampler.take_failures()
     assert [str(failures[id(group)]) for group in groups] == ["a logits processor gave [1, 12] for [2, 12]"] * 2
 
@@ -248,7 +248,7 @@ def test_processors_come_after_penalties_and_before_truncation() -> None:
 
     params = SamplingParams(presence_penalty=2.0, logit_bias=((2, 1.0),), top_k=2)
     logits = torch.tensor([[3.0, 2.5, 1.0, 0.0]])
-    probs = Sampler(4, [mask_best]).probs(logits, [RowGroup(make_spec(params, output_start=0), [0])])
+    probs = probs_of(Sampler(4, [mask_best]), logits, [RowGroup(make_spec(params, output_start=0), [0])])
     assert seen[0].tolist() == [[1.0, 2.5, 2.0, 0.0]]
     assert (probs[0] > 0).tolist() == [True, False, True, False]
 
@@ -258,12 +258,12 @@ def test_a_draft_token_outside_the_vocabulary_disturbs_nothing() -> None:
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)
     groups = [RowGroup(make_spec(params), [1, 2], (VOCAB + 3, -5))]
     logits = model.rows([RowGroup(make_spec(), [1, 2], (0, 0))])
-    probs = Sampler(VOCAB).probs(logits, groups)
+    probs = probs_of(Sampler(VOCAB), logits, groups)
     torch.testing.assert_close(probs[0], torch.tensor(row_probs(logits[0].tolist(), groups[0].spec, [1, 2])))
     assert torch.isfinite(probs).all()
 
 
 def test_an_empty_batch_is_an_empty_answer() -> None:
     assert Sampler(VOCAB).sample(torch.empty(0, VOCAB), []).tolist() == []
-    assert Sampler(VOCAB).probs(torch.empty(0, VOCAB), []).shape == (0, VOCAB)
+    assert probs_of(Sampler(VOCAB), torch.empty(0, VOCAB), []).shape == (0, VOCAB)
     assert Sampler(VOCAB).logprobs(torch.empty(0, VOCAB), [], []) == []

@@ -15,7 +15,7 @@ from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows
 from specdec.sampling.token_counts import TokenCounts
 
-from .reference import edited_row, make_spec
+from .reference import edited_row, make_spec, probs_of
 
 VOCAB = 9
 PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.3)
@@ -147,4 +147,4 @@ def test_one_sampler_over_many_steps_penalises_like_plain_python() -> None:
         contexts = [(g.spec, [*g.tokens, *g.draft[:i]]) for g in groups for i in range(1 + len(g.draft))]
         logits = torch.randn(len(contexts), VOCAB, generator=generator) * 3
         expected = [edited_row(row, *context) for row, context in zip(logits.tolist(), contexts, strict=True)]
-        torch.testing.assert_close(sampler.probs(logits, groups), torch.tensor(expected).softmax(1))
+        torch.testing.assert_close(probs_of(sampler, logits, groups), torch.tensor(expected).softmax(1))

@@ -49,7 +49,6 @@ REFUSED: dict[str, list[Any]] = {
     "ignore_eos": [1, 0, "true", None],
     "logprobs": [-1, 21, 1.0, NAN, "5", True],
     "prompt_logprobs": [-1, 21, 1.0, "5", False],
-    "acceptance": ["Coupled", "", None, 1, "typical"],
     "grammar": ["start: /a/", {"kind": "regex", "text": "a"}, Grammar("yaml", "a")],  # type: ignore[arg-type]
 }
 
@@ -79,7 +78,7 @@ def test_refused_by_name_and_with_what_is_allowed(name: str, value: Any) -> None
         ({"allowed_token_ids": [0, 99]}, {"allowed_token_ids": (0, 99)}),
         ({"bad_words": [[0, 99], [5], [0, 99]]}, {"bad_words": ((0, 99), (5,))}),
         ({"logprobs": 20, "prompt_logprobs": 0}, {"logprobs": 20, "prompt_logprobs": 0}),
-        ({"acceptance": "rejection", "ignore_eos": True}, {"acceptance": "rejection", "ignore_eos": True}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
     ],
 )
 def test_allowed_values_come_back_in_their_types(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -97,7 +96,7 @@ def test_more_logprobs_than_tokens_are_refused() -> None:
 
 def test_a_huge_value_makes_a_short_message() -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        validated(SamplingParams(acceptance="x" * 10**6), VOCAB)  # type: ignore[arg-type]
+        validated(SamplingParams(ignore_eos="x" * 10**6), VOCAB)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 200
 
 

@@ -14,7 +14,6 @@ from tests.cluster.processors import NEWLINE
 from tests.specdec.checkpoints import save_checkpoint
 
 PROMPT = "def fibonacci(n):"
-RULES = ("coupled", "rejection")
 
 
 def printed(capsys, *argv, code=0):
@@ -79,14 +78,6 @@ def test_generate_takes_the_models_own_defaults(capsys, tmp_path):
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.0}))
     hot = generated(capsys, "--target", str(target), "--seed", "3", temperature="2")
     assert hot["token_ids"] != greedy["token_ids"]
-
-
-def test_the_acceptance_rule_is_the_configurations(capsys):
-    """Both rules draw from one distribution, and not the same tokens."""
-    flags = ("--seed", "7", "--num-speculative-tokens", "4")
-    coupled, rejection = (generated(capsys, *flags, "--acceptance", rule, temperature="1") for rule in RULES)
-    assert coupled == generated(capsys, *flags, temperature="1")
-    assert coupled["token_ids"] != rejection["token_ids"]
 
 
 def test_logits_processors_are_named_in_the_configuration(capsys):

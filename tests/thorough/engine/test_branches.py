@@ -58,15 +58,6 @@ def test_tokens_are_those_of_plain_decoding(num_draft_tokens: int, num_branches:
     assert (num_hits > sized(4, 20)) == (num_branches > 0)
 
 
-def test_under_the_rejection_rule_greedy_stays_greedy() -> None:
-    cases = make_cases(SamplingParams(temperature=0.0, acceptance="rejection"))
-    wanted, _ = run(make_service("llama", NOISE, 0), cases)
-    service = make_overlap(4, 8, ahead_at_random(3))
-    outputs, _ = run(service, cases)
-    assert outputs == wanted
-    assert service.drafter.counters.num_promoted > 10
-
-
 @pytest.mark.parametrize("num_blocks", [45, 60, 70])
 def test_where_room_is_short_branches_yield_and_no_token_changes(num_blocks: int, reference: tuple) -> None:
     cases, wanted = reference

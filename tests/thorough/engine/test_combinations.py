@@ -79,23 +79,20 @@ def assert_same(got: Output, want: Output, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "temperature", "acceptance", "heads_of"),
+    ("family", "temperature", "heads_of"),
     [
-        ("llama", 0.0, "coupled", fitted),
-        ("llama", 1.0, "coupled", fitted),
-        ("llama", 0.0, "rejection", fitted),
-        ("qwen3_5", 1.0, "coupled", fitted),
-        ("qwen3_5", 0.0, "rejection", fitted),
-        ("llama", 0.0, "rejection", eagle3),
-        ("llama", 1.0, "coupled", eagle3),
-        ("qwen3_5", 1.0, "coupled", eagle3),
+        ("llama", 0.0, fitted),
+        ("llama", 1.0, fitted),
+        ("qwen3_5", 1.0, fitted),
+        ("qwen3_5", 0.0, fitted),
+        ("llama", 0.0, eagle3),
+        ("llama", 1.0, eagle3),
+        ("qwen3_5", 1.0, eagle3),
     ],
 )
-def test_all_at_once_no_token_changes(
-    family: str, temperature: float, acceptance: str, heads_of: Callable[[str], DraftHeads]
-) -> None:
+def test_all_at_once_no_token_changes(family: str, temperature: float, heads_of: Callable[[str], DraftHeads]) -> None:
     """Branches, n-grams, heads, trees, chunks, reuse, preemption, hooks, penalties, logprobs, workers that restart."""
-    cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
+    cases = make_cases(replace(EVERYTHING, temperature=temperature))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE, BOTH), **lengths)
     wanted = collect(InProcessService(target, None, 0), cases)

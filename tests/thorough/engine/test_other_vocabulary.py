@@ -65,12 +65,6 @@ def test_texts_are_those_of_plain_decoding(draft: str, target: str, drafts: dict
             assert num_accepted > 20
 
 
-def test_greedy_texts_are_the_same_under_the_rejection_rule(drafts: dict[str, ModelSource]) -> None:
-    pair = engine("plain", drafts["smaller"])
-    sampling = SamplingParams(temperature=0.0, acceptance="rejection")
-    assert generate(pair, sampling, 4)[0] == generate(pair, sampling, 0)[0]
-
-
 def test_the_same_tokens_under_other_numbers_are_accepted_as_often(drafts: dict[str, ModelSource]) -> None:
     sampling = SamplingParams(temperature=1.0)
     _, num_own = generate(engine("plain", drafts["own"]), sampling, 4)

@@ -102,7 +102,6 @@ def test_texts_are_those_of_plain_decoding(target: ModelSource, draft: ModelSour
     for sampling in (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0, presence_penalty=0.5),
-        SamplingParams(temperature=0.0, acceptance="rejection"),
         SamplingParams(temperature=1.0, grammar=grammar),
     ):
         plain = pair.generate_batch(PROMPTS, sampling, seed=3, max_tokens=40, num_speculative_tokens=0)

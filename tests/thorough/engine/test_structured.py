@@ -126,19 +126,17 @@ BOOKING: dict[str, Any] = {
 """Most of what it describes is forced."""
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", some(TEMPERATURES))
-def test_what_a_grammar_forces_is_drafted_without_a_draft_model(acceptance: str, temperature: float) -> None:
+def test_what_a_grammar_forces_is_drafted_without_a_draft_model(temperature: float) -> None:
     """Every token has its forward pass, and is the one it would have been: there are fewer steps."""
     engine = undrafted()
-    params = replace(sampling(temperature, PERSON), acceptance=acceptance)
+    params = sampling(temperature, PERSON)
     plain, bounded, forced = (
         engine.generate_batch(PROMPTS, params, seed=3, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
         for count in (0, 1, None)
     )
     for one, two, three in zip(plain, bounded, forced, strict=True):
-        if acceptance == "coupled" or not temperature:
-            assert one.token_ids == two.token_ids == three.token_ids
+        assert one.token_ids == two.token_ids == three.token_ids
         check(PERSON, three)
         assert one.stats.num_draft_tokens == 0
         assert two.stats.num_draft_tokens == two.stats.num_drafts > 0
@@ -158,25 +156,15 @@ class Counted(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("pair", "temperature", "acceptance"),
-    some(
-        [
-            ("plain", 0.0, "coupled"),
-            ("hybrid", 0.0, "rejection"),
-            ("hybrid", 1.0, "coupled"),
-            ("plain", 1.0, "rejection"),
-        ]
-    ),
+    ("pair", "temperature"),
+    some([("plain", 0.0), ("hybrid", 0.0), ("hybrid", 1.0), ("plain", 1.0)]),
 )
 def test_what_a_grammar_forces_goes_first_in_every_draft(
-    pair: str, temperature: float, acceptance: str, monkeypatch: pytest.MonkeyPatch
+    pair: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens in fewer steps of the draft model, and of the target where the draft model knows no grammar.
-
-    Of pair, temperature and rule each two meet once.
-    """
+    """The same tokens in fewer steps of the draft model, and of the target where the draft model knows no grammar."""
     engine = engine_of(pair)
-    params = replace(sampling(temperature, BOOKING), acceptance=acceptance)
+    params = sampling(temperature, BOOKING)
     in_target, in_draft = (backend._sampler for backend in backends_of(engine))
     forwards: list[int] = []
     runner = backends_of(engine)[1]._runner
@@ -200,8 +188,7 @@ def test_what_a_grammar_forces_goes_first_in_every_draft(
     monkeypatch.setattr(in_target, "forced", lambda *_: ())
     nowhere = [run(count) for count in (2, 6)]
     for both, own, target, none in zip(in_both, drawn, unmasked, nowhere, strict=True):
-        if acceptance == "coupled" or not temperature:
-            assert both.tokens == own.tokens == target.tokens == none.tokens == plain.tokens
+        assert both.tokens == own.tokens == target.tokens == none.tokens == plain.tokens
         assert both.num_rounds <= target.num_rounds < none.num_rounds < plain.num_rounds
         assert 3 * both.num_draft_forwards < own.num_draft_forwards
 

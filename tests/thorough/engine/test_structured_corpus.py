@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from specdec.core.params import Acceptance
 from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
 from specdec.sampling.rows import RowGroup
@@ -71,22 +69,22 @@ def service_of(pair: str, is_controlled: bool) -> InProcessService:
     return InProcessService(*backends, 4)
 
 
-def case_of(number: int, cell: Cell, acceptance: Acceptance = "coupled") -> Case:
-    params = replace(sampling(cell.temperature, SCHEMAS[number]), acceptance=acceptance)
+def case_of(number: int, cell: Cell) -> Case:
+    params = sampling(cell.temperature, SCHEMAS[number])
     length = None if cell.length == "auto" else cell.length
     prompt = tuple(tokenizer().encode(PROMPTS[number % 2]))
     max_tokens = SHORT if number % EVERY == 0 else MAX_TOKENS
     return Case(prompt, max_tokens, params, number, length, eos_token_ids=(0,))
 
 
-def outputs_of(cell: Cell, numbers: Sequence[int], acceptance: Acceptance = "coupled") -> dict[int, Output]:
+def outputs_of(cell: Cell, numbers: Sequence[int]) -> dict[int, Output]:
     """Of some schemas, so many at a time as the cell says: the last of them beside others of the corpus."""
     service, found = service_of(cell.pair, cell.length == "auto"), dict[int, Output]()
     for start in range(0, len(numbers), cell.size):
         chosen = list(numbers[start : start + cell.size])
         others = (number for number in range(len(SCHEMAS)) if number not in chosen)
         chosen += [next(others) for _ in range(cell.size - len(chosen))]
-        found |= zip(chosen, collect(service, [case_of(number, cell, acceptance) for number in chosen]), strict=True)
+        found |= zip(chosen, collect(service, [case_of(number, cell) for number in chosen]), strict=True)
     return found
 
 
@@ -168,18 +166,15 @@ def test_each_schema_in_all_cells(pair: str, temperature: float) -> None:
 FEW = list(range(1, sized(17, 33)))
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", some(TEMPERATURES))
-def test_masks_in_both_models_waste_no_draft(
-    acceptance: Acceptance, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against masks in the target alone: the same texts, where the rule promises that, and no fewer drafts kept."""
+def test_masks_in_both_models_waste_no_draft(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against masks in the target alone: the same texts, and no fewer drafts kept."""
     cell = Cell(temperature, 4, "plain", 16)
     in_target, in_draft = matchers_of(engine_of("plain"))
 
     def run() -> tuple[list[list[int]], float, int]:
         before = in_target.num_forbidden_draft_tokens
-        outputs = outputs_of(cell, FEW, acceptance)
+        outputs = outputs_of(cell, FEW)
         for number, output in outputs.items():
             check(number, output)
         stats = sum((SpecStats.of([output.notes]) for output in outputs.values()), SpecStats())
@@ -193,8 +188,7 @@ def test_masks_in_both_models_waste_no_draft(
     monkeypatch.setattr(in_draft_model, "forced", lambda *_: ())
     alone, with_one, num_forbidden = run()
     assert num_forbidden > 0
-    if acceptance == "coupled" or not temperature:
-        assert both == alone
+    assert both == alone
     assert with_both > with_one
     assert in_draft.num_forbidden_draft_tokens == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from specdec.core.backends import VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
-from specdec.core.params import Acceptance, SamplingParams, SequenceSpec
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Tokens
 from specdec.engine.target import with_allowed_draft
-from specdec.sampling.acceptance import Drawn, propose, verify
+from specdec.sampling.acceptance import decide, propose
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.structured.compiler import Grammars
 from tests.sizes import sized
@@ -29,7 +28,6 @@ PROMPT = [3]
 TARGET = torch.randn(V, V, generator=torch.Generator().manual_seed(11))
 DRAFT = 0.6 * TARGET + 0.6 * torch.randn(V, V, generator=torch.Generator().manual_seed(12))
 GRAMMAR = Grammar("regex", "([ab]|c[de]{1,3})ba[abe]{1,2}d?")
-Constrain = Callable[[Sampler, VerifyJob], VerifyJob]
 
 
 def grammars() -> Grammars:
@@ -40,35 +38,31 @@ def grammars() -> Grammars:
     return Grammars(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"), V, (EOS,))
 
 
-def texts(
-    acceptance: Acceptance, count: int, *, masks_drafts: bool, constrain: Constrain = with_allowed_draft
-) -> Counter[Tokens]:
+def texts(count: int, *, masks_drafts: bool) -> Counter[Tokens]:
     """How often each text came, of ``count``; drafts are three tokens of a model that often means something else."""
     sampler = Sampler(V, noise_cache_bytes=0, grammars=grammars())
-    params = SamplingParams(grammar=GRAMMAR, acceptance=acceptance)
+    params = SamplingParams(grammar=GRAMMAR)
     specs = [SequenceSpec(params, seed, len(PROMPT), 50, (EOS,)) for seed in range(count)]
     assert sampler.matchers is not None
     while not sampler.is_ready(specs[0]):
         pass
     logs, counts = {seed: TokenLog(PROMPT) for seed in range(count)}, Counter[Tokens]()
     while logs:
-        seeds, drawn = list(logs), list[list[Drawn]]()
+        seeds = list(logs)
         chains: list[list[int]] = [[] for _ in seeds]
         in_draft = specs if masks_drafts else [replace(s, sampling=replace(s.sampling, grammar=None)) for s in specs]
         for _ in range(NUM_DRAFTED):
             groups = [RowGroup(in_draft[s], [*logs[s].tokens, *chain]) for s, chain in zip(seeds, chains, strict=True)]
-            drawn.append(propose(sampler, DRAFT[[group.tokens[-1] for group in groups]], groups))
-            for chain, one in zip(chains, drawn[-1], strict=True):
+            drawn = propose(sampler, DRAFT[[group.tokens[-1] for group in groups]], groups)
+            for chain, one in zip(chains, drawn, strict=True):
                 chain.append(one.token)
         jobs = []
-        for i, (seed, chain) in enumerate(zip(seeds, chains, strict=True)):
-            candidates = tuple(one for one in (column[i].candidates for column in drawn) if one is not None)
-            job = VerifyJob("", logs[seed], tuple(chain), specs[seed], candidates, "chain", room=NUM_DRAFTED)
-            jobs.append(constrain(sampler, job))
+        for seed, chain in zip(seeds, chains, strict=True):
+            job = VerifyJob("", logs[seed], tuple(chain), specs[seed], "chain", room=NUM_DRAFTED)
+            jobs.append(with_allowed_draft(sampler, job))
         groups = [RowGroup(job.spec, job.log.tokens, job.draft) for job in jobs]
         last = [token for group in groups for token in (group.tokens[-1], *group.draft)]
-        drawn_from = [job.candidates[: len(job.draft)] for job in jobs]
-        for seed, (run, *_) in zip(seeds, verify(sampler, TARGET[last], groups, drawn_from), strict=True):
+        for seed, (run, *_) in zip(seeds, decide(sampler, TARGET[last], groups).runs, strict=True):
             ended = run.index(EOS) + 1 if EOS in run else None
             logs[seed].extend(run[:ended])
             if ended is not None:
@@ -110,21 +104,10 @@ def p_value(counts: Counter[Tokens]) -> float:
 
 
 @pytest.mark.parametrize("masks_drafts", [True, False], ids=["masked drafts", "drafts without masks"])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool) -> None:
+def test_texts_follow_the_target(masks_drafts: bool) -> None:
     count = sized(1_000, 60_000)
-    counts = texts(acceptance, count, masks_drafts=masks_drafts)
+    counts = texts(count, masks_drafts=masks_drafts)
     num_tokens = sum(len(text) * number for text, number in counts.items())
     print(f"{num_tokens} tokens, p = {p_value(counts):.3f}")
     assert num_tokens > 3.4 * count  # over 200,000 in the long run
     assert p_value(counts) > 1e-3
-
-
-def test_to_forget_a_forbidden_draft_under_the_rejection_rule_is_found_out() -> None:
-    """Where one is cut away, its position must not be drawn as if nothing had been drafted there."""
-
-    def forget(sampler: Sampler, job: VerifyJob) -> VerifyJob:
-        coupled = replace(job.spec, sampling=replace(job.spec.sampling, acceptance="coupled"))
-        return job._replace(draft=with_allowed_draft(sampler, job._replace(spec=coupled, room=0)).draft)
-
-    assert p_value(texts("rejection", 2_000, masks_drafts=False, constrain=forget)) < 1e-6

@@ -128,12 +128,11 @@ def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: in
     words = -(-vocab_size // 32)
     shapes = {
         **dict.fromkeys(("sequence", "position", "draft", "parent", "grammar"), (num_rows,)),
-        **dict.fromkeys(("first", "count", "top_k", "slot", "allowed", "rejects"), (num_sequences,)),
+        **dict.fromkeys(("first", "count", "top_k", "slot", "allowed"), (num_sequences,)),
         "bias_token": (num_sequences, width),
         "ahead": (num_rows, width),
         "ended": (num_rows, width),
         "bad": (num_rows, width),
-        "draft_ids": (num_rows, 32),
         "counts": (64, vocab_size),
         "prompt_bits": (64, words),
         "masks": (width, words),
@@ -146,7 +145,6 @@ def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: in
         min_p=meta(num_sequences, dtype=FP32),
         penalties=meta(num_sequences, 3, dtype=FP32),
         bias=meta(num_sequences, width, dtype=FP32),
-        draft_probs=meta(num_rows, 32, dtype=FP32),
     )
 
 
@@ -159,10 +157,9 @@ def test_sampling_spills_nothing_and_rounds_each_operation(capability: int) -> N
             logits = torch.empty(num_rows, vocab_size, dtype=BF16, device=META)
             for width, is_used in ((4, True), (0, False)):
                 step = sample_step_of(num_rows, num_sequences, vocab_size, width)
-                sampler.decide(logits, step, penalties=is_used, truncation=is_used, noise=is_used, rejection=is_used)
-    # One with everything and one without, whatever the numbers of rows; the last three have no such parts.
+                sampler.decide(logits, step, penalties=is_used, truncation=is_used, noise=is_used)
+    # One with everything and one without, whatever the numbers of rows.
     versions = {"_edit": 2, "_scale": 2, "_gather": 1, "_truncate": 1, "_choose": 2, "_settle": 1, "_walk": 1}
-    versions |= {"weigh": 1, "descend": 1, "draw": 1}
     assert Counter(kernel.name for kernel in kernels) == versions
     for kernel in kernels:
         found = examined(kernel, capability)

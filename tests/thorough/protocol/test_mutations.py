@@ -50,7 +50,6 @@ FOUND_BY = {
     "prefix_hash_shorter": 1423,
     "no_rewind": 0,
     "notes_by_position": 0,
-    "one_under_the_rejection_rule": 15,
     "opened_apart": 11,
     "order_of_merging": 222,
     "own_incarnations": 6,
@@ -84,7 +83,7 @@ def test_schedules_catch_a_rule_that_is_off(rule: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rule", ["right_branch", "branch_prefix_hash", "decided_outcome", "chosen_branch"])
-def test_under_the_coupled_rule_no_wrong_branch_changes_a_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wrong_branch_changes_a_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ALL[rule](monkeypatch)
     monkeypatch.setattr(ScriptedTarget, "_check_draft", lambda self, job: None)
     monkeypatch.setattr(ScriptedDraft, "_check_agreed", lambda self, job, base: None)

@@ -182,7 +182,6 @@ async def test_sampling_fields_reach_the_sequence(bench: Bench, http: httpx2.Asy
         "stop": "\n\n",
         "min_tokens": 2,
         "num_speculative_tokens": 3,
-        "acceptance": "coupled",
         "bad_words": ["foo"],
         "presence_penalty": 0.5,
     }
