@@ -25,6 +25,7 @@ MOST_ERROR = 0.03
 """Of bfloat16 outputs whose values are of a standard normal distribution."""
 
 _NUM_WRITTEN = 64
+_NEEDED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
             least_us = cache_bytes / read_bandwidth(device) * 1e6
             spent_us = seconds(attend, device) * 1e6
             report.figure(f"attention_{name}_{num_rows}x{count}_at_{before}_us", spent_us, over=least_us)
+            prepare_us = seconds(partial(kernel.prepare, step), device) * 1e6
+            report.figures[f"attention_{name}_{num_rows}x{count}_at_{before}_prepare_us"] = prepare_us
+            if not report.has_time(_NEEDED_S, f"attention {name} after {num_rows}x{count} at {before}"):
+                break
 
 
 def _check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,7 +15,15 @@ _READ_BYTES, _SIDE = 4 << 30, 8192
 _CALLS_PER_GRAPH = 10
 
 
-def run(report: Report, device: torch.device) -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """There is nothing to choose."""
+
+
+FULL = SMALL = Sizes()
+
+
+def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
     """Name the device, and measure the two rates that floors are computed from."""
     if device.type == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))

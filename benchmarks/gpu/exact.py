@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.generation import Pair, Work
 from benchmarks.gpu.pairs import near_pair
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import SHAPES
+from benchmarks.gpu.shapes import SHAPES
 from specdec.engine.results import SpecStats
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner

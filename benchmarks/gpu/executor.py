@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs against steps launched one operator at a time, and the record of a GPU that passes.
+"""Steps recorded as CUDA graphs against steps launched one operator at a time.
 
 Both run one model over the same tokens. Padding changes how a library multiplies matrices, so logits are close, and in
 fp32 the likeliest tokens are the same.
@@ -6,24 +6,17 @@ fp32 the likeliest tokens are the same.
 
 from __future__ import annotations
 
-import gc
-import json
 import random
-import statistics
-import time
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import read_bandwidth, seconds
+from benchmarks.gpu.device import seconds
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, make_model, read_bytes
-from specdec.cache.blocks import CachedSequence
+from benchmarks.gpu.shapes import BLOCK_SIZE, SHAPES, make_model
 from specdec.core.errors import ModelLoadError
-from specdec.executor import records
 from specdec.executor.graphs import ExecutorLimits, StepGraphs
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
@@ -31,37 +24,26 @@ from specdec.models.hidden import AFTER_NORM, HiddenStates
 from specdec.models.loading import LoadedModel
 from specdec.models.parity_check import check_admission
 
-CONTEXT = 1024
 TREE, PATH = (-1, -1, 0, 0, 1, 2, 5), (0, 2, 5)
 """Parents of the last tokens of a row of 8, and what is kept of them."""
-ROUNDS = 60
-REPEATS = 21
 
 
-def run(report: Report, device: torch.device, shapes: str = "8b-1b", context: int = CONTEXT) -> None:
-    """Compare a small model in fp32 step by step, then time the target and the draft in the type they are served in."""
-    check_steps(report, make_model(SHAPES["tiny"]["target"], device, torch.float32))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for role, fields in SHAPES[shapes].items():
-        time_steps(report, role, make_model(fields, device, dtype), context)
-        if device.type == "cuda":
-            gc.collect()  # a runner and its graphs know each other
-            torch.cuda.empty_cache()
+@dataclass(frozen=True)
+class Sizes:
+    """What is run: a model's shape, and how many steps of it."""
+
+    shapes: str
+    rounds: int
+
+
+FULL = SMALL = Sizes("tiny", 60)
+
+
+def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
+    """Compare a small model in fp32 step by step."""
+    check_steps(report, make_model(SHAPES[sizes.shapes]["target"], device, torch.float32), sizes.rounds)
     if device.type == "cuda":
         check_refusal(report, device)
-
-
-def write_record(report: Report, device: torch.device) -> None:
-    """Let ``executor: auto`` record steps on such a device from now on; after all sections, none of which failed."""
-    path = Path(records.__file__).with_name(records.record_name(device))
-    figures = {name: value for name, value in report.figures.items() if name.startswith("graph_")}
-    text = json.dumps({"device": torch.cuda.get_device_name(device), "figures": figures}, indent=1) + "\n"
-    try:
-        path.write_text(text)
-    except OSError as error:
-        report.say(f"graphs are right here, but {path} cannot be written: {error}; it should say:\n{text}")
-    else:
-        report.say(f"graphs are right here: executor: auto takes them from now on, as {path} says:\n{text}")
 
 
 def check_refusal(report: Report, device: torch.device) -> None:
@@ -77,7 +59,7 @@ def check_refusal(report: Report, device: torch.device) -> None:
     report.check("after one that was not recorded others are", spent_s > 0)
 
 
-def check_steps(report: Report, loaded: LoadedModel) -> None:
+def check_steps(report: Report, loaded: LoadedModel, num_rounds: int) -> None:
     """Rows of all kinds by both ways: chunks of prompts, single tokens, drafts, trees, forks, what was cut back.
 
     There are more sequences than slots, so that they take slots from each other.
@@ -95,7 +77,7 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
         report.check("as with transformers' own attention, fp32", True, error)
     sequences = [[runner.new_sequence() for runner in runners] for _ in range(24)]
     largest, hidden, num_other = 0.0, 0.0, 0
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         chosen = rng.sample(range(len(sequences)), rng.randint(1, 8))
         counts = [rng.choice((1, 1, 4, 8, 60)) for _ in chosen]
         tokens = [[rng.randrange(loaded.vocab_size) for _ in range(count)] for count in counts]
@@ -132,44 +114,9 @@ def check_steps(report: Report, loaded: LoadedModel) -> None:
 
 
 def record(report: Report, name: str, runner: ModelRunner, limits: ExecutorLimits) -> None:
-    """Record a model's steps; on a GPU with compiled layers, or it is said why not."""
-    runner.record_graphs(limits, "inductor" if runner.loaded.device.type == "cuda" else None)
+    """Record a model's steps; on a GPU with compiled layers, unless it is of a kind whose layers are never compiled."""
+    is_compiled = runner.loaded.device.type == "cuda"
+    runner.record_graphs(limits, "inductor" if is_compiled else None)
     report.check(f"{name} is recorded", not runner.graphs_failure, runner.graphs_failure)
-    if runner.compile_failure:
-        report.say(f"layers are not compiled: {runner.compile_failure}")
-
-
-def time_steps(report: Report, role: str, loaded: LoadedModel, context: int) -> None:
-    """Steps of 1, 16 and 64 rows x 1 and 8 tokens by graphs, over reading the weights once."""
-    max_length = context + 16
-    num_blocks = 64 * (max_length // BLOCK_SIZE + 1)
-    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    start_s = time.monotonic()
-    limits = ExecutorLimits(max_rows=64, max_tokens=2048, max_length=max_length, max_draft_tokens=7)
-    record(report, f"the {role}", runner, limits)
-    report.figure(f"graph_{role}_record_s", time.monotonic() - start_s)
-    report.figure(f"graph_{role}_memory_mib", runner.graphs_bytes / (1 << 20))
-    floor_s = read_bytes(loaded) / read_bandwidth(loaded.device)
-    sequences = [runner.new_sequence() for _ in range(64)]
-    for sequence in sequences:
-        runner.reserve(sequence, context)
-        for start in range(0, context, 1024):
-            runner.forward([RowInput(sequence, [1] * min(1024, context - start), 1)])
-    for num_rows in (1, 16, 64):
-        for count in (1, 8) if role == "target" else (1,):
-            times = [_time_step(runner, sequences[:num_rows], count) for _ in range(REPEATS)]
-            name = f"graph_{role}_step_{num_rows}x{count}_ms"
-            most = 1.4 if role == "target" else 1.8
-            report.figure(name, statistics.median(times) * 1e3, over=floor_s * 1e3, most=most)
-
-
-def _time_step(runner: ModelRunner, sequences: list[CachedSequence], count: int) -> float:
-    for sequence in sequences:
-        runner.reserve(sequence, len(sequence) + count)
-    start_s = time.monotonic()
-    logits = runner.forward([RowInput(sequence, [1] * count, count) for sequence in sequences])
-    logits.argmax(1).cpu()
-    took_s = time.monotonic() - start_s
-    for sequence in sequences:
-        runner.truncate(sequence, len(sequence) - count)
-    return took_s
+    if is_compiled and runner.loaded.adapters is None and runner.states is None:
+        report.check(f"{name} has compiled layers", not runner.compile_failure, runner.compile_failure)

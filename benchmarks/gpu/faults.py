@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.generation import Pair, Work
-from benchmarks.gpu.pairs import chain_pair
+from benchmarks.gpu.pairs import Chain
 from benchmarks.gpu.report import Report
 from specdec.core.errors import DeviceLostError
 from specdec.executor.graphs import PassOutput, StepGraphs
@@ -59,7 +59,7 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
 def check_out_of_memory(report: Report, device: torch.device, sizes: Sizes) -> None:
     """Prompts whose step does not fit into what a process may take: it is read in parts, and nothing is lost."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = dict(chain_pair(sizes.shapes, device, dtype, 1.0))["draft"]
+    model = Chain(sizes.shapes, 1.0).make("draft", device, dtype)
     pair = Pair(model, None, sizes.work, sizes.max_num_batched_tokens)
     prompts = sizes.work.prompts(pair.runners["target"].vocab_size)
     pair.generate([prompts[0][:1]], 0.0, 0)  # libraries take their workspaces
@@ -166,8 +166,8 @@ def _assert_on(device: torch.device) -> None:
 
 
 def _small_pair(report: Report, device: torch.device) -> Pair:
-    models = dict(chain_pair("tiny", device, torch.float32, 0.7))
-    pair = Pair(models["target"], models["draft"], CHILD_WORK)
+    chain = Chain("tiny", 0.7)
+    pair = Pair(chain.make("target", device, torch.float32), chain.make("draft", device, torch.float32), CHILD_WORK)
     pair.record(report)
     return pair
 

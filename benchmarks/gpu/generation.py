@@ -1,4 +1,6 @@
-"""The engine of one process over models that are in memory, with steps recorded or not."""
+"""The engine of one process over models that are in memory, with steps recorded or not: as in ``SpeculativeEngine``
+a pair is one target that drafts for its own steps.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu.executor import record
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import BLOCK_SIZE
+from benchmarks.gpu.shapes import BLOCK_SIZE
+from specdec.core.backends import TargetBackend
 from specdec.core.messages import Notes
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.engine.build import NUM_CHAINED_PASSES
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
+from specdec.engine.pair import PairedTarget
 from specdec.engine.results import SpecStats
 from specdec.engine.target import ModelTarget
 from specdec.executor.graphs import ExecutorLimits
@@ -25,6 +28,8 @@ from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
 
 MOST_DRAFT_TOKENS = 8
+_EXTRA_WORDS = 1 << 20
+"""Room for what sampling needs to know of a step's rows, as a service has it."""
 _names = itertools.count()
 
 
@@ -86,9 +91,10 @@ class Pair:
             max_tokens=self._max_num_batched_tokens,
             max_length=self._work.max_length,
             max_draft_tokens=MOST_DRAFT_TOKENS,
+            num_extra_words=_EXTRA_WORDS,
         )
         for role, runner in self.runners.items():
-            num_passes = NUM_CHAINED_PASSES if role == "draft" else 0
+            num_passes = MOST_DRAFT_TOKENS if role == "draft" else 0
             record(report, f"the {role}", runner, replace(limits, num_chained_passes=num_passes))
         self._make_backends()
 
@@ -102,7 +108,7 @@ class Pair:
         self.target = ModelTarget(self.runners["target"], sampler, **room)
         self.drafter: ModelDrafter | None = None
         if "draft" in self.runners:
-            passes = NUM_CHAINED_PASSES if self.runners["draft"].is_recorded else 1
+            passes = MOST_DRAFT_TOKENS if self.runners["draft"].is_recorded else 1
             self.drafter = ModelDrafter(self.runners["draft"], sampler, num_chained_passes=passes, **room)
 
     def generate(
@@ -118,7 +124,10 @@ class Pair:
         Raises:
             RuntimeError: A sequence ends with an error.
         """
-        service = InProcessService(self.target, self.drafter if num_draft_tokens else None, num_draft_tokens)
+        decides: TargetBackend = self.target
+        if self.drafter is not None and num_draft_tokens:
+            decides = PairedTarget(self.target, self.drafter, num_draft_tokens, drafts_first=True)
+        service = InProcessService(decides, None, num_draft_tokens)
         tokens: dict[str, list[int]] = {f"{next(_names)}": [] for _ in prompts}
         notes = {name: Notes() for name in tokens}
         for i, (name, prompt) in enumerate(zip(tokens, prompts, strict=True)):

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from benchmarks.gpu.device import read_bandwidth
 from benchmarks.gpu.executor import record
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, make_model, read_bytes
+from benchmarks.gpu.shapes import BLOCK_SIZE, SHAPES, make_model, read_bytes
 from specdec.core.backends import Status, VerifyJob
 from specdec.core.drafts import Draft
 from specdec.core.log import TokenLog

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu.device import read_bandwidth
 from benchmarks.gpu.executor import record
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, random_model, read_bytes
+from benchmarks.gpu.shapes import BLOCK_SIZE, SHAPES, random_model, read_bytes
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import state_bytes
 from specdec.core.errors import ModelLoadError
@@ -31,6 +31,9 @@ from specdec.models.parity_check import check_admission
 
 _ADAPTERS = LoRAConfig(max_loras=4, max_rank=16)
 _CHUNK = 1024
+_NEEDED_S = 60.0
+"""For a kind."""
+_KINDS = ("hybrid", "experts", "adapters", "int8")
 _TINY = SHAPES["tiny"]["draft"] | {"num_hidden_layers": 2}
 _TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _TINY_STATES = {
@@ -45,9 +48,14 @@ _TINY_STATES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run: configurations by kind, rows, tokens of a row, tokens behind each, how often, a hybrid's kernels."""
+    """What is run: configurations by kind, which kinds, rows, tokens of a row, tokens behind each, how often, kernels.
+
+    Attributes:
+        kernel: Of a hybrid.
+    """
 
     shapes: dict[str, dict[str, object]]
+    kinds: tuple[str, ...]
     batches: tuple[int, ...]
     counts: tuple[int, ...]
     context: int
@@ -78,6 +86,7 @@ FULL = Sizes(
         "adapters": SHAPES["8b-1b"]["target"],
         "int8": SHAPES["8b-1b"]["target"],
     },
+    _KINDS,
     (1, 16, 64),
     (1, 8),
     1024,
@@ -90,6 +99,7 @@ SMALL = Sizes(
         "adapters": _TINY,
         "int8": _TINY,
     },
+    _KINDS,
     (2,),
     (1, 3),
     6,
@@ -101,13 +111,17 @@ SMALL = Sizes(
 def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
     """Of each kind compare a small model's recorded steps with transformers, then time the model of real shape."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for kind, fields in sizes.shapes.items():
+    for kind in sizes.kinds:
+        if kind not in sizes.shapes:
+            raise ValueError(f"kinds: {kind!r} is none of {', '.join(sizes.shapes)}")
+        if not report.has_time(_NEEDED_S, kind):
+            break
         if kind == "int8" and find_spec("torchao") is None:
             report.say("int8 is not run: torchao is not installed")
             continue
         small = make_kind(kind, _compared(SMALL.shapes[kind]), device, dtype)
         check(report, kind, runner_of(small, replace(SMALL, kernel=sizes.kernel)))
-        loaded = make_kind(kind, fields, device, dtype)
+        loaded = make_kind(kind, sizes.shapes[kind], device, dtype)
         for name in ("launched", "recorded"):
             runner = runner_of(loaded, sizes)
             if name == "recorded":

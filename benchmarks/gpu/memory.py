@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.executor import record
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, make_model
+from benchmarks.gpu.shapes import BLOCK_SIZE, SHAPES, make_model
 from specdec.engine.warmup import StepLimits, measure_step
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.runner import ModelRunner

@@ -85,6 +85,12 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
         spent = seconds(lambda s=step, o=options: sampler.decide(on_device, s, **flags | o), device)  # type: ignore[misc]
         report.figure(f"sampling {n} rows, {name}, us", spent * 1e6, most=MOST_US)
     report.figure("sampling, logits read once, us", least_s * 1e6)
+    # Nearly all tokens are as likely: more candidates than the quick way to cut them holds.
+    flat, options = 0.01 * on_device, {"noise": True, "truncation": True}
+    for rows in (1, n):
+        step = make_step(rows, 0, v, seeds[:rows], positions[:rows], device, 0, 0.9)
+        spent = seconds(lambda s=step, r=rows: sampler.decide(flat[:r], s, **flags | options), device)  # type: ignore[misc]
+        report.figure(f"sampling {rows} rows, flat, T=1, top_p, us", spent * 1e6)
 
 
 def make_step(

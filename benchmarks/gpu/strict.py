@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.flips import Case, FlipRuns, Texts, cases, num_blocks
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.steps import BLOCK_SIZE, SHAPES, make_model
+from benchmarks.gpu.shapes import BLOCK_SIZE, SHAPES, make_model
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner

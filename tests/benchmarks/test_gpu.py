@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -23,19 +25,20 @@ from benchmarks.gpu import (
     heads,
     host_drafter,
     layers,
+    long,
     memory,
+    pair,
     pairs,
     sampling,
     service,
-    steps,
+    shapes,
     strict,
     tuning,
 )
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import ERRORS, FIGURES, LOG, Report
 from benchmarks.modes.compare import Variant
 from benchmarks.modes.load import Workload
 from benchmarks.modes.measures import Run, Stream, TokenArrival
-from benchmarks.step_times import StepTime
 from tests.specdec.kernels.interpreter import interpreted
 
 CPU = torch.device("cpu")
@@ -47,74 +50,86 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "skipped: torch finds no GPU here\n"
 
 
-def test_what_breaks_or_is_missing_hides_no_other_section(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(report: Report, device: torch.device) -> None:
-        raise ModuleNotFoundError("No module named 'triton'")
-
-    def wrong(report: Report, device: torch.device) -> None:
-        report.check("bits", False)
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(script, "run_apart", script.run_here)
-    monkeypatch.setattr(attention, "run", missing)
-    monkeypatch.setattr(sampling, "run", wrong)
-    monkeypatch.setattr(steps, "run", lambda report, device: report.figure("step_ms", 3.0, over=2.0, most=1.4))
-    path = tmp_path / "figures.json"
-    assert script.main(["--sections", "attention,sampling,steps", "--json", str(path)]) == 1
-    told = json.loads(path.read_text())
-    assert told == {
-        "figures": {"step_ms": 3.0, "step_ms_over_least": 1.5},
-        "failures": ["bits", "sampling"],
-        "not_run": ["attention"],
-    }
-    out = capsys.readouterr().out
-    assert "not run: No module named 'triton'" in out
-    assert "step_ms 3, 1.50 of the least 2 (aim 1.4: missed)" in out
+def right(report: Report, device: torch.device, sizes: Any) -> None:
+    report.figure("step_ms", 3.0, over=2.0, most=1.4)
 
 
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_a_gpu_is_recorded_where_every_section_has_run(monkeypatch: pytest.MonkeyPatch, is_missing: bool) -> None:
-    recorded: list[torch.device] = []
+def wrong(report: Report, device: torch.device, sizes: Any) -> None:
+    right(report, device, sizes)
+    report.check("bits", False)
 
-    def run(report: Report, device: torch.device) -> None:
-        if is_missing:
-            raise ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(script, "run_apart", script.run_here)
-    monkeypatch.setattr(attention, "run", run)
-    monkeypatch.setattr(sampling, "run", lambda report, device: None)
-    monkeypatch.setattr(executor, "run", lambda report, device: None)
-    monkeypatch.setattr(executor, "write_record", lambda report, device: recorded.append(device))
-    assert script.main(["--sections", "attention,sampling,executor"]) == 0
-    assert len(recorded) == 1 - is_missing
-    assert script.main(["--sections", "executor"]) == 0
-    assert len(recorded) == 1 - is_missing, "it alone says too little"
+def broken(report: Report, device: torch.device, sizes: Any) -> None:
+    right(report, device, sizes)
+    raise RuntimeError("broken")
+
+
+def missing(report: Report, device: torch.device, sizes: Any) -> None:
+    raise ModuleNotFoundError("No module named 'triton'")
 
 
 @pytest.mark.parametrize(
-    ("does", "ran", "failures"),
-    [
-        ("sleep 600", True, ["steps"]),
-        ("kill -SEGV $$", True, ["steps"]),
-        ('echo \'{"figures": {"ms": 1}, "failures": [], "not_run": []}\' > $6', True, []),
-        ('echo \'{"figures": {}, "failures": [], "not_run": ["steps"]}\' > $6', False, []),
-    ],
-    ids=["hangs", "dies", "runs", "is-not-run"],
+    ("run", "code", "failures", "not_run"),
+    [(right, 0, [], []), (wrong, 1, ["bits"], []), (broken, 1, ["long"], []), (missing, 0, [], ["long"])],
 )
-def test_a_section_in_a_process_of_its_own_ends_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, ran: bool, failures: list[str]
+def test_a_section_writes_what_it_finds_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Any, code: int, failures: list[str], not_run: list[str]
+) -> None:
+    monkeypatch.setattr(long, "run", run)
+    before = Report(folder=tmp_path)
+    before.figure("earlier_ms", 1.0)
+    assert script.run_here(script.Part("long", 60.0), tmp_path, is_small=True) == code
+    told = json.loads((tmp_path / FIGURES).read_text())
+    ratio = {} if run is missing else {"step_ms": 3.0, "step_ms_over_least": 1.5}
+    assert told == {"figures": {"earlier_ms": 1.0} | ratio, "failures": failures, "not_run": not_run}
+    assert (run is missing) == ("not run: No module named 'triton'" in (tmp_path / LOG).read_text())
+
+
+@pytest.mark.parametrize(
+    ("does", "failures"),
+    [("sleep 600", ["bits", "steps"]), ("kill -SEGV $$", ["bits", "steps"]), ("exit 1", ["bits"])],
+    ids=["hangs", "dies", "ends"],
+)
+def test_what_a_process_has_written_is_kept_however_it_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, failures: list[str]
 ) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{does}\n")
+    written = '{"figures": {"ms": 1}, "failures": ["bits"], "not_run": []}'
+    python.write_text(f"#!/bin/sh\necho trouble >&2\necho '{written}' > {tmp_path / FIGURES}\n{does}\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    report = Report()
-    assert script.run_apart("steps", report, limit_s=0.5 if "sleep" in does else 60) is ran
-    assert report.failures == failures
+    monkeypatch.setattr(script, "GRACE_S", 0.0)
+    report = Report(folder=tmp_path)
+    script.run_apart(script.Part("steps", 0.5 if "sleep" in does else 60), report)
+    assert report.failures == json.loads((tmp_path / FIGURES).read_text())["failures"] == failures
+    assert report.figures == {"ms": 1}
+    assert (tmp_path / ERRORS).read_text() == "trouble\n"
+
+
+def test_a_section_that_has_no_time_left_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(limit_s=5.0)
+    assert report.has_time(4.0, "this")
+    assert not report.has_time(6.0, "that")
+    assert capsys.readouterr().out.endswith("left out for want of time: that\n")
+
+
+def test_every_call_ends_within_ten_minutes_and_is_one_short_line() -> None:
+    for name, parts in script.CALLS.items():
+        assert {part.section for part in parts} <= script.SECTIONS.keys()
+        assert script.limits_s(parts) <= 570, name
+        for part in parts:
+            module = importlib.import_module(f"benchmarks.gpu.{part.section}")
+            for size in (module.FULL, module.SMALL):
+                known = {one.name for one in dataclasses.fields(size)}
+                assert part.changes.keys() <= known, part
+
+
+def test_what_is_asked_for_changes_sizes() -> None:
+    asked = {"streams": "1,32", "kinds": "int8", "contexts": "8192"}
+    assert script.changed(pair.FULL, asked, is_small=False).streams == (1, 32)
+    assert script.changed(long.FULL, asked, is_small=False).contexts == (8192,)
+    assert script.changed(layers.SMALL, asked, is_small=True).kinds == ("int8",)
+    assert script.changed(pair.SMALL, asked, is_small=True) == pair.SMALL
 
 
 @interpreted
@@ -143,49 +158,63 @@ def test_tiles_are_timed_beside_those_of_the_table() -> None:
     tuning.run(report, CPU, tuning.SMALL)
     assert [*report.figures] == ["tuning_tiny_1x1_at_8_us", "tuning_tiny_1x1_at_8_us_over_least"]
     table = tuning.Variant(tile_config(attention.make_shape((32, 8, 128), [(1, 1)], torch.bfloat16)), 256)
-    # Eight tiles of which one is the table's, two lengths of segments, split never or always.
-    assert len(tuning.variants(table)) == 1 + 7 + 2 + 2
-
-
-def test_steps_are_stated_over_reading_the_weights() -> None:
-    report = Report()
-    steps.run(report, CPU, steps.SMALL)
-    ratios = [name for name in report.figures if name.endswith("_over_least")]
-    target = [f"target_step_{rows}x{tokens}_ms_over_least" for rows in (1, 3) for tokens in (1, 3)]
-    assert sorted(ratios) == sorted([*target, "draft_step_1_ms_over_least", "draft_step_3_ms_over_least"])
+    tried = tuning.variants(table)
+    configs = {one.config for one in tried.values()}
+    tiles = itertools.product((32, 64), (4, 8), (2, 4, 5))
+    assert {(one.keys, one.num_warps, one.num_stages) for one in configs} >= set(tiles)
+    assert len(tried) == len(configs) + 4, "two lengths of segments, split never or always"
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_embedding_of_the_input_alone_is_not_read_whole(is_tied: bool) -> None:
-    fields = steps.SHAPES["tiny"]["target"] | {"tie_word_embeddings": is_tied}
-    loaded = steps.make_model(fields, CPU, torch.float32)
+    fields = shapes.SHAPES["tiny"]["target"] | {"tie_word_embeddings": is_tied}
+    loaded = shapes.make_model(fields, CPU, torch.float32)
     layers = sum(p.nbytes for name, p in loaded.model.named_parameters() if "embed_tokens" not in name)
     buffers = sum(buffer.nbytes for buffer in loaded.model.buffers())
     # Tied, the one matrix of 256 rows of 64 floats is read whole as the output's.
-    assert steps.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)
+    assert shapes.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)
 
 
-def test_padded_steps_are_compared_and_timed() -> None:
-    report = Report()
-    executor.run(report, CPU, "tiny", context=32)
-    assert report.failures == []
-    assert {"graph_target_step_64x8_ms", "graph_draft_step_1x1_ms"} <= report.figures.keys()
+def test_the_least_of_a_step_is_the_larger_of_reading_and_multiplying(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = shapes.make_model(shapes.SHAPES["tiny"]["target"], CPU, torch.float32)
+    read = shapes.read_bytes(loaded)
+    monkeypatch.setattr(long, "read_bandwidth", lambda _: 1e6)
+    monkeypatch.setattr(long, "product_rate", lambda _: 1e6)
+    # A token's keys and values: 4 layers x 2 heads x 16 wide, twice, of 4 bytes.
+    assert long.least_step_s(loaded, 1, 1, 9) == pytest.approx((read + 10 * 4 * 2 * 16 * 2 * 4) / 1e6)
+    monkeypatch.setattr(long, "read_bandwidth", lambda _: 1e9)
+    assert long.least_step_s(loaded, 2, 3, 9) == pytest.approx(2 * 6 * read / 4 / 1e6)
+
+
+def test_the_limit_of_a_pair_is_that_of_its_steps_in_turn() -> None:
+    """Of 2 draft tokens a round 2.44 are won at .8: 2.44 x 10 / (12 + 2 x 1); 7 cost too much."""
+    times = pair.PairTimes({16: {0: 0.010, 2: 0.012, 7: 0.100}, 1: {0: 9.0}}, {16: 0.001, 1: 1.0})
+    assert times.limit(16, 0.8) == (pytest.approx(2.44 * 10 / 14), 2)
+    assert times.over_plain(16, 7, 1.0) == pytest.approx(0.010 / 0.107)
+
+
+def test_the_limit_of_a_host_s_draft_is_that_of_steps_that_overlap() -> None:
+    """At c = .5 two tokens fit into a step, which gives 1 + .7 + .49; a third makes it half as long again."""
+    assert host_drafter.overlapped_limit(0.5, 0.7) == (pytest.approx(2.19), 2)
+    assert host_drafter.overlapped_limit(2.0, 0.7) == (pytest.approx(1.7 / 2), 1)
 
 
 @pytest.mark.parametrize(
     ("section", "figure"),
     [
+        (executor, ""),
+        (long, "target_3x3_at_32_ms_over_least"),
+        (pair, "pair_3_of_limit"),
         (exact, "exact_bf16_t1_k8_flips"),
         (memory, "memory_draft_graphs_mib"),
         (heads, "eagle3_round_3x2_ms"),
-        (host_drafter, "host_drafter_over_gpu_in_turn"),
     ],
 )
 def test_sections_of_whole_models_run_without_a_gpu(section: Any, figure: str) -> None:
     report = Report()
     section.run(report, CPU, section.SMALL)
     assert report.failures == []
-    assert figure in report.figures
+    assert figure in ["", *report.figures]
 
 
 @interpreted
@@ -205,14 +234,14 @@ def test_layers_of_each_kind_are_compared_and_timed_launched_and_recorded() -> N
     of_experts = 2 * 8 * (2 * 32 * 64 + 64 * 32) * 4
     # Of eight experts a token chooses two; three tokens leave each with (6 / 8)^3.
     least = [layers.least_bytes(loaded, 1, count) for count in (1, 3)]
-    assert least[0] == steps.read_bytes(loaded) - 0.75 * of_experts
+    assert least[0] == shapes.read_bytes(loaded) - 0.75 * of_experts
     assert least[1] - least[0] == pytest.approx((0.75 - 0.75**3) * of_experts)
 
 
 def test_other_tokens_are_found_and_judged_by_how_close_their_scores_are() -> None:
-    pair = generation.Pair(*pairs.near_pair(steps.SHAPES["tiny"]["draft"], CPU, torch.float32, 0.3), exact.SMALL.work)
+    made = generation.Pair(*pairs.near_pair(shapes.SHAPES["tiny"]["draft"], CPU, torch.float32, 0.3), exact.SMALL.work)
     prompts = exact.SMALL.work.prompts(256)
-    (texts, stats), runner = pair.generate(prompts, 1.0, 4), pair.runners["target"]
+    (texts, stats), runner = made.generate(prompts, 1.0, 4), made.runners["target"]
     assert stats.num_tokens == 36
     assert exact.difference(runner, prompts[1], 1, 1.0, texts[1], texts[1]) is None
     other = [*texts[1][:5], (texts[1][5] + 1) % 256, *texts[1][6:]]
@@ -224,11 +253,11 @@ def test_other_tokens_are_found_and_judged_by_how_close_their_scores_are() -> No
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
 def test_drafts_of_a_chain_are_accepted_at_the_rate_that_is_set(rate: float) -> None:
     """Each token has one follower, whatever came before it."""
-    models = dict(pairs.chain_pair("tiny", CPU, torch.float32, rate))
+    target, draft = (pairs.Chain("tiny", rate).make(role, CPU, torch.float32) for role in ("target", "draft"))
     work = generation.Work(num_rows=4, prompt_length=3, num_tokens=60)
-    pair = generation.Pair(models["target"], models["draft"], work)
-    texts, stats = pair.generate(work.prompts(256), 1.0, 1)
-    followers = {pair for text in texts for pair in itertools.pairwise(text)}
+    made = generation.Pair(target, draft, work)
+    texts, stats = made.generate(work.prompts(256), 1.0, 1)
+    followers = {two for text in texts for two in itertools.pairwise(text)}
     assert len(followers) == len({before for before, _ in followers})
     assert stats.acceptance_rate == pytest.approx(rate, abs=0.2 if 0 < rate < 1 else 0)
 
@@ -264,13 +293,7 @@ def test_what_processes_of_their_own_say_is_compared(monkeypatch: pytest.MonkeyP
     assert len(report.failures) == 3, "two processes, the one that is left, and the device"
 
 
-def test_a_service_is_compared_with_what_its_steps_allow_in_turn() -> None:
-    """Of 2 draft tokens a round 2.44 are won at .8: 2.44 x 10 / (12 + 2 x 1); 7 cost too much."""
-    numbers = {0: 0.010, 2: 0.012, 7: 0.100}
-    steps_ = [StepTime("target", 16, length, time_s, time_s) for length, time_s in numbers.items()]
-    steps_ += [StepTime("draft", 16, 0, 0.001, 0.001), StepTime("target", 1, 0, 9.0, 9.0)]
-    assert service.limit(steps_, 16) == (pytest.approx(2.44 * 10 / 14), 2)
-
+def test_a_service_is_compared_with_what_its_steps_allow() -> None:
     def runner(variant: Variant, workload: Workload) -> Run:
         asked.append((variant.name, workload))
         text = "other" if variant.name == wrong else "same"
@@ -280,10 +303,10 @@ def test_a_service_is_compared_with_what_its_steps_allow_in_turn() -> None:
     asked: list[tuple[str, Workload]] = []
     for wrong, failures in (("", []), ("4", ["16 streams: the same texts with drafts as without"])):  # noqa: B007
         report = Report()
-        service.compare(report, runner, service.SMALL, 16, steps_)
+        service.compare(report, runner, service.SMALL.work, 16, lambda plain: (plain / 160, 2))
         assert report.failures == failures
     assert report.figures["service_16_4_over_plain"] == report.figures["service_16_4_over_plain_low"] == 1.5
-    assert report.figures["service_16_4_of_limit"] == pytest.approx(1.5 / (2.44 * 10 / 14))
+    assert report.figures["service_16_4_of_limit"] == pytest.approx(1.5 / 2)
     of_first_round = [workload for _, workload in asked[:3]]
     assert [workload.num_speculative_tokens for workload in of_first_round] == [0, None, 4]
     assert len({workload.prompts for workload in of_first_round}) == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import attention, sampling, steps
+from benchmarks.gpu import attention, pair, sampling
 from benchmarks.gpu.report import Report
 from cluster.models.demos import demo_folder
 from specdec import ModelSource, SamplingParams, SpeculativeEngine
@@ -87,7 +87,7 @@ def test_kernels_are_right_and_the_script_that_measures_runs() -> None:
     report = Report()
     attention.run(report, torch.device(DEVICE))
     sampling.run(report, torch.device(DEVICE))
-    steps.run(report, torch.device(DEVICE), steps.SMALL)
+    pair.run(report, torch.device(DEVICE), pair.SMALL)
     assert report.failures == []
 
 

@@ -11,30 +11,17 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import pytest
 
-_NAME = "TRITON_INTERPRET"
+from benchmarks.gpu.interpreted import VARIABLE, prepare_interpreter
+
+_prepare = functools.cache(prepare_interpreter)
 
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-
-@functools.cache
-def _prepare() -> None:
-    """numpy 2.4 makes no number of an array with one entry, which triton 3.6's interpreter counts on in ``range``."""
-    importlib.import_module("torch").set_num_threads(1)
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 def _run(module: str, function: str, arguments: dict) -> None:
@@ -48,10 +35,10 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def wrapper(**arguments: object) -> None:
-        if os.environ.get(_NAME):
+        if os.environ.get(VARIABLE):
             return test(**arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(_NAME, "1")  # the process starts with the first call
+            patch.setenv(VARIABLE, "1")  # the process starts with the first call
             running = _process().submit(_run, test.__module__, test.__name__, arguments)
         return running.result()
 
