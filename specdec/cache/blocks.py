@@ -59,6 +59,7 @@ class BlockGroup:
     Attributes:
         null_block: Stands in tables for blocks that the window has passed: the one beyond the others, which also takes
             what padding writes.
+        version: Number of changes to which digests are found.
     """
 
     def __init__(self, num_blocks: int, window: int | None = None) -> None:
@@ -69,6 +70,7 @@ class BlockGroup:
         self._reusable: OrderedDict[int, bytes] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self.version = 0
         self._copies: list[tuple[int, int]] = []
         self._was_used = bytearray(num_blocks)
         self._uncleared: set[int] = set()
@@ -149,6 +151,11 @@ class BlockGroup:
         if block != self.null_block and digest not in self._block_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
+            self.version += 1
+
+    def num_reusable_of(self, digests: Iterable[bytes]) -> int:
+        """Count the blocks with these digests that nobody uses."""
+        return sum(self._block_of.get(digest) in self._reusable for digest in digests)
 
     def reuse(self, digests: Sequence[bytes], first: int) -> list[int]:
         """A table for blocks with these digests; those before number ``first`` are passed already."""
@@ -206,6 +213,7 @@ class BlockGroup:
         else:
             block, digest = self._reusable.popitem(last=False)
             del self._block_of[digest], self._digest_of[block]
+            self.version += 1
         self._num_users[block] = 1
         if self._was_used[block]:
             self._uncleared.add(block)
@@ -226,6 +234,7 @@ class BlockGroup:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+            self.version += 1
 
 
 class BlockPool:
@@ -288,6 +297,11 @@ class BlockPool:
         return max(group.num_in_use / group.num_blocks for group in self.groups)
 
     @property
+    def version(self) -> int:
+        """Number of changes to what :meth:`find_prefix` finds."""
+        return sum(group.version for group in self.groups)
+
+    @property
     def max_rollback(self) -> int | None:
         """Most tokens that can be taken back for sure; None: any number."""
         return self._lookahead if self._windowed else None
@@ -346,6 +360,24 @@ class BlockPool:
                 return False
         # Windows are passed one by one, as blocks are taken: the order says which others are kept for reuse.
         return all(self.reserve(*one) for one in short)
+
+    def may_fit(self, length: int, found: Sequence[bytes], others: Sequence[CachedSequence]) -> bool:
+        """Check whether a new sequence could have room after :meth:`free` of ``others``. Takes nothing.
+
+        Args:
+            length: Positions that it wants.
+            found: Digests of the blocks that it would reuse.
+            others: Whose room it may take.
+
+        Returns:
+            False if there is too little room for sure, in the group without a window.
+        """
+        group = self.groups[0]
+        if group.window is not None:
+            return True
+        num_missing = self.blocks_for(length) - len(found) - sum(len(other.tables[0]) for other in others)
+        # What it reuses counts as free until it does.
+        return num_missing <= group.num_free and num_missing <= group.num_free - group.num_reusable_of(found)
 
     def fits(
         self,
@@ -432,6 +464,7 @@ class BlockPool:
         tokens: TokenSequence,
         num_blocks: int,
         ends: Container[bytes] | None = None,
+        num_known: int = 0,
     ) -> int:
         """How many of the first ``num_blocks`` blocks of ``tokens`` can be reused. Takes none of them.
 
@@ -443,10 +476,14 @@ class BlockPool:
             tokens: At least ``num_blocks`` blocks of them.
             num_blocks: Where to stop.
             ends: Digests of the blocks that a prefix may end with; None for any.
+            num_known: Blocks that an earlier call has found. If the last of them is still there, the search goes on
+                behind it, where neither windows nor ``ends`` say otherwise; those before it are evicted after it.
         """
         tokens, num_found = as_array(tokens), 0
+        if num_known and ends is None and not self._windowed and digests[num_known - 1] in self.groups[0]:
+            num_found = num_known
         runs = dict.fromkeys(self.groups, 0)  # of each group the first block of its run up to the one looked at
-        for index in range(num_blocks):
+        for index in range(num_found, num_blocks):
             if index == len(digests):
                 self.extend_digests(digests, salt, tokens, min(num_blocks, index + _BLOCKS_HASHED_AT_ONCE))
             digest = digests[index]

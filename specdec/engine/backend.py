@@ -56,6 +56,7 @@ class ModelBackend:
             max_num_batched_tokens, max_num_seqs or max_num_batched_tokens, max_decode_tokens=max_decode_tokens
         )
         self._step: dict[str, int] = {}  # tokens of each row, once the step is scheduled
+        self._num_step_drafts = 0  # draft tokens among them
 
     @property
     def max_model_len(self) -> int:
@@ -82,7 +83,7 @@ class ModelBackend:
         """Run a step, and with fewer tokens where memory runs out (rule 16).
 
         Args:
-            step: Gives a result for each job. Sets ``self._step``.
+            step: Gives a result for each job. Sets ``self._step`` and ``self._num_step_drafts``.
             jobs: Of the step.
             waiting: The result of a job that has not been tried.
             suspect: The result of the job whose step ran out of memory with a single token in it, by the reason.
@@ -97,5 +98,5 @@ class ModelBackend:
                         raise
                     reason = reason_of(error)
                 torch.cuda.empty_cache()  # after the block, whose traceback holds the step's tensors
-                if not self._scheduler.halve(sum(self._step.values()), reason):
+                if not self._scheduler.shrink(sum(self._step.values()), self._num_step_drafts, reason):
                     return [suspect(f"out of memory: {reason}") if job.key in self._step else waiting for job in jobs]

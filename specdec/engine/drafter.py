@@ -407,11 +407,17 @@ class ModelDrafter(ModelBackend):
                     continue
                 able.append((i, job))
                 num_ahead = self._num_ahead(job)
-                length, priority = len(job.tokens), job.spec.priority
-                requests.append(Request(job.key, length, num_ahead, num_computed_tokens=num_held, priority=priority))
+                requests.append(
+                    Request(
+                        *(job.key, len(job.tokens), num_ahead),
+                        num_computed_tokens=num_held,
+                        is_branch=job.fork_of is not None,
+                    )
+                )
         chosen = self._scheduler.schedule(requests, self._states)
         placed = [(*able[row.request], self._row(able[row.request][1], row)) for row in chosen]
         self._step = {job.key: len(row.tokens) for _, job, row in placed}
+        self._num_step_drafts = sum(row.num_draft_tokens for row in chosen)
         chained = self._num_chained = self._plan_chains(placed)
         # The longest chains come first; among others rows with the same adapter lie behind one another.
         placed.sort(key=lambda one: (-chained.get(one[1].key, 0), -1 if one[2].adapter is None else one[2].adapter))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import compress
+from dataclasses import dataclass
+from itertools import compress, islice
 from typing import NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,9 @@ logger = logging.getLogger(__name__)
 _LONG_PROMPT_SHARE = 4
 """A long prompt gets one in so many tokens of a step that others have a part in."""
 _STEPS_UNTIL_LARGER = 64
-"""Steps after which a budget that was halved, because memory ran out, is doubled again."""
+"""Steps after which a budget that was cut, because memory ran out, grows by a third."""
+_MAX_PASSING = 16
+"""Requests that may begin while one before them waits for room; then all wait for it."""
 
 
 class Request(NamedTuple):
@@ -29,7 +32,7 @@ class Request(NamedTuple):
         num_draft_tokens: Draft tokens that should be computed after them in the same step.
         max_new_tokens: Most tokens that it can compute in a step, at least 1.
         num_computed_tokens: Tokens that it holds in the cache, fewer than it wants; 0 if it holds nothing.
-        priority: By which it comes before others, the least first.
+        is_branch: Whether it begins as a copy of another sequence. It never waits in the queue for room.
     """
 
     key: str
@@ -37,7 +40,12 @@ class Request(NamedTuple):
     num_draft_tokens: int = 0
     max_new_tokens: int = sys.maxsize
     num_computed_tokens: int = 0
-    priority: int = 0
+    is_branch: bool = False
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits to begin."""
+        return not self.num_computed_tokens and not self.is_branch
 
 
 class ScheduledRow(NamedTuple):
@@ -118,9 +126,14 @@ class Scheduler:
     - A prompt is long if a whole step is too short for it. Beside sequences that decode, or short prompts, a long
       prompt gets at most a quarter of the step: short prompts do not wait for the whole of it, and the time between
       tokens stays short. Alone, long prompts get all of the step, in order.
-    - A prompt that has not begun waits while another one of no worse priority computes the next block that both have
-      in common, then takes it from the prefix cache. One that has begun never looks again.
+    - A prompt that has not begun waits while another one computes the next block that both have in common, then takes
+      it from the prefix cache. One that has begun never looks again. If the other one comes later in the order, it
+      goes on in the place of the prompt that waits for it; if it cannot, nobody waits for it.
     - Memory is given in that order. The last sequence is preempted first.
+    - If a request has no room to begin, at most 16 later ones begin before it. Then all wait for it, and nothing is
+      looked up for them.
+    - After a step ran out of memory the next ones have fewer tokens: no drafts if there were any, else three quarters.
+      Then drafts get what prompts leave. If there are fewer tokens than rows, the rows take turns.
 
     Args:
         max_num_batched_tokens: Most tokens in a step, at least 1.
@@ -140,6 +153,8 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._num_steps = 0
         self._num_steps_at_budget = 0
+        self._queue = _Queue()
+        self._first_row = 0  # among those that have begun, if they take turns
 
     @property
     def budget(self) -> int:
@@ -157,8 +172,17 @@ class Scheduler:
             A row for each request that gets on, in the order of the requests.
         """
         self._begin_step()
-        requests = requests[: min(self.max_num_seqs, self._budget)]
-        return _Step(requests, cache, self._budget, self._max_decode_tokens).rows(self._num_steps)
+        requests = requests[: self.max_num_seqs]
+        is_whole = self._budget == self.max_num_batched_tokens
+        if len(requests) <= self._budget:
+            return _Step(requests, cache, self._budget, self._max_decode_tokens, self._queue, is_whole).rows(
+                self._num_steps
+            )
+        numbers = self._rows_in_turn(requests)
+        step = _Step(
+            [requests[i] for i in numbers], cache, self._budget, self._max_decode_tokens, self._queue, is_whole
+        )
+        return [row._replace(request=numbers[row.request]) for row in step.rows(self._num_steps)]
 
     def schedule_decoding(
         self, keys: Sequence[str], lengths: Sequence[int], num_draft_tokens: int, cache: KVCache
@@ -183,11 +207,14 @@ class Scheduler:
         self._begin_step()
         return True
 
-    def halve(self, num_tokens: int, reason: str) -> bool:
-        """A step of ``num_tokens`` tokens ran out of memory: the next ones have at most half as many, for a while.
+    def shrink(self, num_tokens: int, num_draft_tokens: int, reason: str) -> bool:
+        """Give the next steps fewer tokens, because a step ran out of memory.
+
+        They have no more than the step without its drafts; three quarters of it if it had none.
 
         Args:
-            num_tokens: Tokens of the step, at least 1.
+            num_tokens: Tokens of the step, at least 1, drafts included.
+            num_draft_tokens: Its draft tokens, fewer than ``num_tokens``.
             reason: What the step raised, for the log.
 
         Returns:
@@ -198,7 +225,7 @@ class Scheduler:
             logger.warning("A step of one token ran out of memory. Lower kv_cache_memory: %s", reason)
             self._budget = self.max_num_batched_tokens
             return False
-        self._budget = num_tokens // 2
+        self._budget = num_tokens - (num_draft_tokens or -(-num_tokens // 4))
         logger.warning(
             "A step of %d tokens ran out of memory; trying at most %d. Lower max_num_batched_tokens: %s",
             num_tokens,
@@ -207,12 +234,35 @@ class Scheduler:
         )
         return True
 
+    def _rows_in_turn(self, requests: Sequence[Request]) -> list[int]:
+        """Choose as many requests as there are tokens, those that have begun before others, and these by turns."""
+        begun = [i for i, request in enumerate(requests) if not request.is_queued]
+        if len(begun) <= self._budget:
+            queued = (i for i, request in enumerate(requests) if request.is_queued)
+            return sorted([*begun, *islice(queued, self._budget - len(begun))])
+        first = self._first_row % len(begun)
+        self._first_row = first + self._budget
+        return sorted([*begun[first:], *begun[:first]][: self._budget])
+
     def _begin_step(self) -> None:
         self._num_steps += 1
         self._num_steps_at_budget += 1
         if self._budget < self.max_num_batched_tokens and self._num_steps_at_budget > _STEPS_UNTIL_LARGER:
-            self._budget = min(2 * self._budget, self.max_num_batched_tokens)
+            self._budget = min(self._budget - (-self._budget // 3), self.max_num_batched_tokens)
             self._num_steps_at_budget = 0
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Who waits for room across steps.
+
+    Attributes:
+        head: The first request that has no room to begin, if there is one.
+        num_passed: Later requests that have begun since.
+    """
+
+    head: str | None = None
+    num_passed: int = 0
 
 
 class _Step:
@@ -223,62 +273,118 @@ class _Step:
         cache: Holds what is computed, and has room.
         budget: Most tokens.
         max_decode_tokens: Of a sequence that decodes.
+        queue: Who waits for room; kept up to date.
+        shares_with_drafts: Whether drafts get half of what decoding leaves, or only what prompts leave.
     """
 
-    def __init__(self, requests: Sequence[Request], cache: KVCache, budget: int, max_decode_tokens: int) -> None:
-        self._requests, self._cache, self._budget = requests, cache, budget
-        held = [request.num_computed_tokens for request in requests]
-        self._prefixes = [None if n else cache.find_prefix(r.key) for r, n in zip(requests, held, strict=True)]
-        found = [n if prefix is None else prefix.num_tokens for n, prefix in zip(held, self._prefixes, strict=True)]
-        self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
-        self._decodes = [unread <= max_decode_tokens for unread in self._unread]
-        # What a prompt that has begun reads next, and its priority: whoever has it in common waits, though it may have
-        # arrived earlier. One of a better priority does not: others may come between the two for ever.
-        self._computing: dict[Hashable, int] = {}
-        for request, n, decodes in zip(requests, held, self._decodes, strict=True):
-            for digest in cache.blocks(request.key, n, n + 1) if n and not decodes else ():
-                self._computing.setdefault(digest, request.priority)
-        self._max_decode_tokens = max_decode_tokens
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cache: KVCache,
+        budget: int,
+        max_decode_tokens: int,
+        queue: _Queue,
+        shares_with_drafts: bool,
+    ) -> None:
+        self._requests, self._cache, self._budget, self._queue = requests, cache, budget, queue
+        self._max_decode_tokens, self._shares_with_drafts = max_decode_tokens, shares_with_drafts
+        if all(request.key != queue.head or not request.is_queued for request in requests):
+            queue.head, queue.num_passed = None, 0
+        self._num_may_pass = _MAX_PASSING - queue.num_passed
+        self._is_behind_head = False
+        self._look_up_prefixes()
+        self._decodes = [0 < unread <= max_decode_tokens for unread in self._unread]
+        # The next block of each prompt that has begun, which a prompt before it may wait for.
+        self._begun: dict[Hashable, int] = {
+            digest: index
+            for index, request in reversed([*enumerate(requests)])
+            if (n := request.num_computed_tokens) and not self._decodes[index]
+            for digest in cache.blocks(request.key, n, n + 1)
+        }
+        self._computing: set[Hashable] = set()
+        self._rows: dict[int, ScheduledRow] = {}
+        self._left, self._for_prompts, self._for_long = budget, self._prompt_budget(), self._long_prompt_budget()
+        self._num_to_decode = sum(self._decodes)
+
+    def _look_up_prefixes(self) -> None:
+        """Find out what each request has to compute; 0 for those that wait behind the head and may not pass it."""
+        self._prefixes: list[CachedPrefix | None] = []
+        self._unread: list[int] = []
+        places = sys.maxsize
+        for request in self._requests:
+            prefix, num_cached = None, request.num_computed_tokens
+            if request.is_queued and places <= 0:
+                num_cached = request.num_tokens
+            elif not num_cached:
+                prefix = self._cache.find_prefix(request.key)
+                num_cached = prefix.num_tokens
+                places -= request.is_queued
+            if request.key == self._queue.head:
+                places = self._num_may_pass
+            self._prefixes.append(prefix)
+            self._unread.append(request.num_tokens - num_cached)
 
     def rows(self, turn: int) -> list[ScheduledRow]:
-        rows: list[ScheduledRow] = []
-        left, for_prompts, for_long = self._budget, self._prompt_budget(), self._long_prompt_budget()
-        num_to_decode = sum(self._decodes)
         for index, request in enumerate(self._requests):
-            decodes = self._decodes[index]
-            num_to_decode -= decodes
-            if decodes:
-                # A token for each that comes after, but the first come first where there is not one for each.
-                most = max(left - for_prompts - num_to_decode, min(1, left - for_prompts))
-            else:
-                most = min(for_prompts, for_long) if self._is_long(index) else for_prompts
-            most = min(most, self._unread[index], request.max_new_tokens)
+            self._num_to_decode -= self._decodes[index]
             prefix = self._prefixes[index]
-            if most <= 0 or (prefix is not None and self._is_computed(prefix.next_block, request.priority)):
-                continue  # another one computes the block that it needs next
-            num_computed = self._cache.allocate(request.key, most)
-            if num_computed is None:
-                continue
-            count = min(most, request.num_tokens - num_computed)
-            rows.append(ScheduledRow(index, num_computed, count, 0))
-            left -= count
-            if not decodes:
-                for_prompts -= count
-                for_long -= count if self._is_long(index) else 0
-                blocks = self._cache.blocks(request.key, num_computed, num_computed + count)
-                self._computing |= dict.fromkeys(blocks, request.priority)
-        return self._with_drafts(rows, left, turn)
+            digest = None if prefix is None else prefix.next_block
+            if digest not in self._computing:
+                begun = self._begun.get(digest)
+                # The one that was to compute the block goes on in this one's place, or is not waited for.
+                if begun is None or begun <= index or not self._add_row(begun):
+                    self._add_row(index)
+            self._is_behind_head |= request.key == self._queue.head
+        return self._with_drafts([self._rows[index] for index in sorted(self._rows)], self._left, turn)
 
-    def _is_computed(self, block: Hashable | None, priority: int) -> bool:
-        """Whether a block is computed by a request of this priority or a better one."""
-        return block in self._computing and self._computing[block] <= priority
+    def _add_row(self, index: int) -> bool:
+        """Give a request its part in the step. Return False if it has none."""
+        if index in self._rows:
+            return False
+        request, decodes, is_long = self._requests[index], self._decodes[index], self._is_long(index)
+        if decodes:
+            # A token for each that comes after, but the first come first if there is not one for each.
+            left = self._left - self._for_prompts
+            count = max(left - self._num_to_decode, min(1, left))
+        else:
+            count = min(self._for_prompts, self._for_long) if is_long else self._for_prompts
+        count = min(count, self._unread[index], request.max_new_tokens)
+        num_computed = self._allocate(request, count) if count > 0 else None
+        if num_computed is None:
+            return False
+        count = min(count, request.num_tokens - num_computed)
+        self._rows[index] = ScheduledRow(index, num_computed, count, 0)
+        self._left -= count
+        if not decodes:
+            self._for_prompts -= count
+            self._for_long -= count if is_long else 0
+            self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
+        return True
+
+    def _allocate(self, request: Request, count: int) -> int | None:
+        """Make room for a request, if it need not wait for the head of the queue."""
+        queue, passes = self._queue, self._is_behind_head and request.is_queued
+        if passes and self._num_may_pass <= 0:
+            return None
+        self._num_may_pass -= passes
+        num_computed = self._cache.allocate(request.key, count)
+        if not request.is_queued:
+            return num_computed
+        if num_computed is not None:
+            queue.num_passed += passes
+            if request.key == queue.head:
+                queue.head, queue.num_passed = None, 0
+        elif not self._is_behind_head and request.key != queue.head:
+            queue.head, queue.num_passed = request.key, 0
+            self._num_may_pass = _MAX_PASSING
+        return num_computed
 
     def _is_long(self, index: int) -> bool:
         return self._unread[index] > self._budget
 
     def _long_prompt_budget(self) -> int:
         """Tokens for all long prompts: the whole step if there is nothing else, at least one."""
-        if all(self._is_long(index) for index in range(len(self._requests))):
+        if all(self._is_long(index) for index, unread in enumerate(self._unread) if unread):
             return self._budget
         return max(1, self._budget // _LONG_PROMPT_SHARE)
 
@@ -291,7 +397,8 @@ class _Step:
         num_decoded = sum(compress(self._unread, self._decodes))
         num_drafted = sum([request.num_draft_tokens for request in compress(self._requests, self._decodes)])
         left = max(0, self._budget - num_decoded)
-        left -= min(num_drafted, left // 2)
+        if self._shares_with_drafts:
+            left -= min(num_drafted, left // 2)
         if self._max_decode_tokens > 1 and self._budget > 1:
             left = max(left, 1, self._budget // _LONG_PROMPT_SHARE)
         return min(left, sum(self._unread) - num_decoded)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from specdec.cache.blocks import CachedSequence
 from specdec.core.params import SequenceSpec
@@ -37,6 +39,32 @@ class _Wanted:
     num_lost: int = 0
 
 
+@dataclass(slots=True)
+class _Prefix:
+    """What a waiting sequence has found in the prefix cache, so that it looks and hashes no more than it has to.
+
+    Attributes:
+        source: What it wanted when it looked last. The same array has the same tokens.
+        tokens: Those of the hashed blocks.
+        digests: Of its first blocks.
+        num_blocks: How many it would reuse.
+        num_found: How many of them there were.
+        version: Of the pool at that time; None if it has to look again.
+    """
+
+    source: TokenSequence = ()
+    tokens: TokenArray = field(default_factory=lambda: as_array(()))
+    digests: list[bytes] = field(default_factory=list)
+    num_blocks: int = 0
+    num_found: int = 0
+    version: int | None = None
+
+    def is_of(self, tokens: TokenSequence) -> bool:
+        """Check whether the hashed tokens are the first of ``tokens``."""
+        is_same = isinstance(tokens, np.ndarray) and tokens is self.source
+        return is_same or common_prefix_length(self.tokens, tokens) == len(self.tokens)
+
+
 class SequenceStates:
     """One cached sequence per key: a :class:`specdec.engine.scheduler.KVCache` over a model's blocks and states.
 
@@ -50,8 +78,7 @@ class SequenceStates:
         self._sequences: dict[str, CachedSequence] = {}
         self._ranks: dict[str, Rank] = {}
         self._wanted: dict[str, _Wanted] = {}
-        # Of sequences that wait, so that no block is hashed twice: the tokens that were hashed, and a digest a block.
-        self._digests: dict[str, tuple[TokenArray, list[bytes]]] = {}
+        self._prefixes: dict[str, _Prefix] = {}  # of sequences that wait
         self.num_reused_tokens = 0
         self.num_evictions = 0
         self.num_reread_tokens = 0
@@ -60,7 +87,7 @@ class SequenceStates:
         return len(self._sequences)
 
     def begin_step(self) -> None:
-        """Forget what the last step wanted. What waiting sequences know of their prompts' digests stays."""
+        """Forget what the last step wanted. What waiting sequences have found stays."""
         self._wanted.clear()
 
     def want(
@@ -119,14 +146,20 @@ class SequenceStates:
             return CachedPrefix(0 if parent is None else _num_kept(parent, wanted.tokens, wanted.agreed))
         if wanted.salt is None or not self._runner.shares_prefixes:
             return CachedPrefix(0)
-        block_size = self._runner.pool.block_size
-        num_blocks = min(wanted.num_shared, len(wanted.tokens) - 1) // block_size
-        digests = self._known_digests(key, wanted)
-        num_known = len(digests)
-        num_found = self._runner.find_prefix(digests, wanted.salt, wanted.tokens, num_blocks)
-        if len(digests) > num_known:
-            self._digests[key] = as_array(wanted.tokens[: len(digests) * block_size]).copy(), digests
-        return CachedPrefix(num_found * block_size, digests[num_found] if num_found < num_blocks else None)
+        pool = self._runner.pool
+        num_blocks = min(wanted.num_shared, len(wanted.tokens) - 1) // pool.block_size
+        prefix = self._prefix(key, wanted)
+        if prefix.version != pool.version or prefix.num_blocks != num_blocks or self._runner.states is not None:
+            digests, num_known = prefix.digests, min(prefix.num_found, num_blocks)
+            num_hashed = len(digests)
+            prefix.num_found = self._runner.find_prefix(
+                *(digests, wanted.salt, wanted.tokens, num_blocks), num_known=num_known
+            )
+            if len(digests) > num_hashed:
+                prefix.tokens = as_array(wanted.tokens[: len(digests) * pool.block_size]).copy()
+            prefix.num_blocks, prefix.version = num_blocks, pool.version
+        next_block = prefix.digests[prefix.num_found] if prefix.num_found < num_blocks else None
+        return CachedPrefix(prefix.num_found * pool.block_size, next_block)
 
     def allocate(self, key: str, num_step_tokens: int) -> int | None:
         """Make room for all that a sequence wants; see :class:`specdec.engine.scheduler.KVCache`.
@@ -139,7 +172,9 @@ class SequenceStates:
         if sequence is not None:
             has_room = self._make_room(sequence, len(wanted.tokens), num_step_tokens, wanted.rank)
             return len(sequence) if has_room else None
-        sequence = None if wanted.num_held else self._begin(key, wanted)
+        if wanted.num_held or not self._may_fit(key, wanted):
+            return None
+        sequence = self._begin(key, wanted)
         if sequence is None:
             return None
         if not self._make_room(sequence, len(wanted.tokens), num_step_tokens, wanted.rank):
@@ -148,7 +183,7 @@ class SequenceStates:
         if wanted.fork_of is None:
             self.num_reused_tokens += len(sequence)
             self.num_reread_tokens += max(0, wanted.num_lost - len(sequence))
-            self._digests.pop(key, None)
+            self._prefixes.pop(key, None)
         self._sequences[key], self._ranks[key] = sequence, wanted.rank
         return len(sequence)
 
@@ -186,13 +221,24 @@ class SequenceStates:
             parent = self._sequences.get(wanted.fork_of)
             return None if parent is None else self._fork(parent, wanted.tokens, wanted.agreed)
         sequence = self._runner.new_sequence(wanted.salt)
-        self._runner.reuse_prefix(sequence, wanted.tokens, self._known_digests(key, wanted))
+        self._runner.reuse_prefix(sequence, wanted.tokens, self._prefix(key, wanted).digests)
         return sequence
 
-    def _known_digests(self, key: str, wanted: _Wanted) -> list[bytes]:
-        """Digests of the first blocks of what a waiting sequence wants, from when it looked last."""
-        tokens, digests = self._digests.get(key, (as_array(()), []))
-        return digests if common_prefix_length(tokens, wanted.tokens) == len(tokens) else []
+    def _may_fit(self, key: str, wanted: _Wanted) -> bool:
+        """Check whether there may be room for a sequence that holds nothing, before it takes references to blocks."""
+        prefix = self._prefixes.get(key)
+        if wanted.fork_of is not None or prefix is None:
+            return True
+        later = [self._sequences[other] for other, rank in self._ranks.items() if rank > wanted.rank]
+        return self._runner.pool.may_fit(len(wanted.tokens), prefix.digests[: prefix.num_found], later)
+
+    def _prefix(self, key: str, wanted: _Wanted) -> _Prefix:
+        """Get what a waiting sequence has found so far, if its first tokens are still the same."""
+        prefix = self._prefixes.get(key)
+        if prefix is None or not prefix.is_of(wanted.tokens):
+            prefix = self._prefixes[key] = _Prefix()
+        prefix.source = wanted.tokens
+        return prefix
 
     def _fork(self, parent: CachedSequence, tokens: TokenSequence, agreed: int) -> CachedSequence | None:
         """A copy, as far as ``tokens`` go; None without a slot for its state, or where that does not reach back."""
@@ -266,7 +312,7 @@ class SequenceStates:
     def release(self, key: str) -> None:
         """Free what is held for a sequence; unknown keys are ignored."""
         self._ranks.pop(key, None)
-        self._digests.pop(key, None)
+        self._prefixes.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._runner.free(sequence)

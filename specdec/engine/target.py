@@ -306,6 +306,7 @@ class ModelTarget(ModelBackend):
         if step is None:
             step = self._schedule_any(jobs)
         self._step = {jobs[one.place].key: len(one.row.tokens) for one in step}
+        self._num_step_drafts = sum([len(one.draft.tokens) for one in step])
         return step
 
     def _schedule_decoding(self, jobs: Sequence[VerifyJob]) -> list[_Row] | None:
@@ -358,7 +359,7 @@ class ModelTarget(ModelBackend):
             draft = self._draft(job, num_held == len(tokens) - 1) if job.draft else NO_DRAFT
             places.append(i)
             drafts.append(draft)
-            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held, job.spec.priority))
+            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held))
         chosen = self._scheduler.schedule(requests, states)
         chosen = prompts.bounded(chosen, [jobs[i] for i in places], self._sampler.vocab_size)
         step = [self._row(jobs, places[row.request], row, drafts[row.request]) for row in chosen]

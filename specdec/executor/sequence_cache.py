@@ -49,13 +49,15 @@ class SequenceCache:
             if has_states or length // size > len(sequence.block_digests):
                 self.keep_prefix(sequence, length)
 
-    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
+    def find_prefix(
+        self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int, num_known: int = 0
+    ) -> int:
         """How many of the first ``num_blocks`` blocks of ``tokens`` :meth:`reuse_prefix` would find.
 
         Recurrent layers go as far as a copy of their state was kept. For the arguments see
         :meth:`BlockPool.find_prefix`.
         """
-        return self.pool.find_prefix(digests, salt, tokens, num_blocks, self._prefix_ends)
+        return self.pool.find_prefix(digests, salt, tokens, num_blocks, self._prefix_ends, num_known)
 
     def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.

@@ -128,7 +128,7 @@ def test_who_runs_out_of_memory_alone_once_is_tried_again(worker: str, monkeypat
     monkeypatch.setattr(ModelRunner, "forward", fail)
     outputs = collect(scarce, cases(0.0))
     assert [output.tokens for output in outputs] == [output.tokens for output in wanted]
-    assert sizes == ([16, 8, 4, 2, 1] if worker == "target" else [11, 5, 2, 1])
+    assert sizes == ([16, 11, 9, 6, 4, 3, 2, 1] if worker == "target" else [11, 8, 6, 4, 3, 2, 1])
     report = getattr(scarce, worker).metrics()
     assert report["num_suspects" if worker == "target" else "num_skipped_sequences"] == (worker == "target")
     assert report["num_failed_steps"] == 0
@@ -248,7 +248,7 @@ def test_a_recorded_step_too_large_for_memory_is_tried_again_in_parts(
 
     def fail(size: int) -> BaseException | None:
         sizes.append(size)
-        return kind(text) if size > 16 or sizes.count(16) % 7 == 6 else None
+        return kind(text) if size > 16 or sizes.count(16) % 20 == 6 else None
 
     scarce = recorded(monkeypatch, fail)
     assert [output.tokens for output in collect(scarce, cases(1.0))] == [output.tokens for output in wanted]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from specdec.cache.blocks import BlockPool
 from specdec.cache.recurrent.slots import Window
 from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.log import TokenLog
@@ -128,8 +130,8 @@ def test_the_newest_prompt_waits_while_an_older_one_is_read() -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_prompt_does_not_wait_for_one_of_a_worse_priority_that_has_begun(drafts: bool) -> None:
-    """What they have in common the first in order reads itself: others take the other's turns."""
+def test_a_prompt_waits_for_one_of_a_worse_priority_only_while_that_one_is_read_in_its_place(drafts: bool) -> None:
+    """All of the prompt is common: it is read once, and none comes between the two."""
     model, options = runner(60), {"max_model_len": 64, "max_num_batched_tokens": 8}
     states = SequenceStates(model)
     drafter = ModelDrafter(model, Sampler(model.vocab_size), states=states, **options)
@@ -142,9 +144,12 @@ def test_a_prompt_does_not_wait_for_one_of_a_worse_priority_that_has_begun(draft
             target.verify([verify_job(key, start, 40, 0.0, priority=priority) for key, start, priority in sequences])
 
     step(("begun", 1, 5))
-    step(("best", 1, 0), ("between", 50, 1), ("begun", 1, 5))
-    held = [states.num_computed_tokens(key) for key in ("best", "between", "begun")]
-    assert held == [16, 0, 8], "two blocks that are cached, and what a step holds"
+    held: list[list[int]] = []
+    for _ in range(6):
+        step(("best", 1, 0), ("between", 50, 1), ("begun", 1, 5))
+        held.append([states.num_computed_tokens(key) for key in ("best", "between", "begun")])
+    assert held[:2] == [[0, 0, 16], [0, 0, 24]]
+    assert held[-1][0] == 40, "then it is read"
 
 
 def test_drafts_shrink_before_anybody_yields() -> None:
@@ -253,3 +258,49 @@ def test_a_prompt_of_any_length_is_found_again_where_states_reach_back_a_block(w
         found[length] = result.num_cached_tokens
     whole_blocks = {length: (length - 1) // 8 * 8 for length in found}
     assert (found == whole_blocks) is finds_all, found
+
+
+def test_prompts_that_wait_for_room_are_looked_up_once_and_take_no_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin alike with one that decodes. What that one adds to the cache costs each of them one look at most."""
+    model = runner(24)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=64, max_num_batched_tokens=64)
+    common = prompt(1, 40)
+    looked, reused = list[int](), list[int]()
+    find_prefix, reuse_prefix = BlockPool.find_prefix, BlockPool.reuse_prefix
+
+    def count_find(self: BlockPool, *args: Any, **named: Any) -> int:
+        looked.append(1)
+        return find_prefix(self, *args, **named)
+
+    def count_reuse(self: BlockPool, *args: Any, **named: Any) -> int:
+        reused.append(1)
+        return reuse_prefix(self, *args, **named)
+
+    monkeypatch.setattr(BlockPool, "find_prefix", count_find)
+    monkeypatch.setattr(BlockPool, "reuse_prefix", count_reuse)
+
+    def job(i: int) -> VerifyJob:
+        tokens = (*common, *prompt(i, 20))
+        return VerifyJob(str(i), TokenLog(tokens), (), Case(tokens, 60, GREEDY).spec(float(i)))
+
+    def step() -> list[Status]:
+        results = target.verify(jobs)
+        for each, result in zip(jobs, results, strict=True):
+            each.log.extend(result.run)
+        return [result.status for result in results]
+
+    jobs = [job(0)]
+    assert step() == [Status.DECIDED]
+    jobs += [job(i) for i in range(1, 31)]
+    assert step().count(Status.DECIDED) == 2, "one more has room"
+    looked.clear()
+    reused.clear()
+    num_looked = list[int]()
+    for _ in range(7):
+        statuses = step()
+        assert statuses.count(Status.WAITING) == 29
+        num_looked.append(len(looked))
+        looked.clear()
+    assert reused == []
+    assert max(num_looked) <= 17
+    assert sorted(num_looked)[:4] == [0] * 4, "nothing is looked up while the cache has nothing new"

@@ -26,6 +26,32 @@ arrivals = st.builds(
 )
 
 
+class CatchingUp:
+    """A cache that always has room, of sequences whose drafts catch up with several tokens a step."""
+
+    def __init__(self) -> None:
+        self.num_computed: dict[str, int] = {}
+        self.num_tokens: dict[str, int] = {}
+
+    def request(self, key: str) -> Request:
+        return Request(key, self.num_tokens[key], num_computed_tokens=self.held(key))
+
+    def find_prefix(self, key: str) -> CachedPrefix:
+        return CachedPrefix(0)
+
+    def allocate(self, key: str, num_step_tokens: int) -> int | None:
+        return self.held(key)
+
+    def held(self, key: str) -> int:
+        return min(self.num_computed.get(key, 0), self.num_tokens[key] - 1)
+
+    def extend(self, key: str, length: int) -> bool:
+        return True
+
+    def blocks(self, key: str, start: int, stop: int) -> tuple[str, ...]:
+        return ()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=12), BUDGETS, st.integers(1, 12), st.integers(20, 60), st.integers(0, 9))
 def test_limits_hold_nobody_starves_and_blocks_are_conserved(
@@ -133,9 +159,9 @@ def test_who_reaches_the_worker_late_but_arrived_first_does_not_overtake_a_promp
     assert sum(step.num_tokens for step in steps) == 2000 + 2 * 50
 
 
-@pytest.mark.parametrize(("priority", "waits"), [(0, True), (9, False)])
-def test_nobody_waits_for_a_block_of_a_worse_priority(priority: int, waits: bool) -> None:
-    """Its prompt may never be read on: here those between the two take all of the step."""
+@pytest.mark.parametrize("priority", [0, 9])
+def test_who_computes_a_block_that_a_better_one_waits_for_goes_on_in_its_place(priority: int) -> None:
+    """Else its prompt might never be read on: those between the two would take all of the step."""
     scheduler = Scheduler(8, 8)
     cache = Simulator(scheduler, 100, BLOCK_SIZE).states
     common = tuple(range(16))
@@ -145,7 +171,7 @@ def test_nobody_waits_for_a_block_of_a_worse_priority(priority: int, waits: bool
     def step(*keys: str) -> list[str]:
         cache.begin_step()
         held = {key: cache.want(key, prompts[key], 0, b"", (DECIDED, priorities[key], 0.0, key)) for key in keys}
-        requests = [Request(key, len(prompts[key]), 0, 99, held[key], priorities[key]) for key in keys]
+        requests = [Request(key, len(prompts[key]), 0, 99, held[key]) for key in keys]
         rows = scheduler.schedule(requests, cache)
         for row in rows:
             key, end = keys[row.request], row.num_computed_tokens + row.num_new_tokens
@@ -154,7 +180,93 @@ def test_nobody_waits_for_a_block_of_a_worse_priority(priority: int, waits: bool
         return [keys[row.request] for row in rows]
 
     assert step("begun") == ["begun"]
-    assert step("best", "between", "begun") == (["between"] if waits else ["best"])
+    assert step("best", "between", "begun") == ["begun"]
+    assert step("best", "between", "begun")[0] == "best"
+
+
+def test_no_prompt_waits_for_a_worse_one_that_gets_no_part_in_a_step() -> None:
+    """The last in the order has begun a prompt that the first has in common with it, then twenty come between them."""
+    common = tuple(range(160))
+    between = [Arrival(0.001, tuple(range(1000 * i, 1000 * i + 64)), 1, delay_s=0.01) for i in range(10, 30)]
+    first = Arrival(0.0, (*common, *range(500, 520)), 1, delay_s=0.01)
+    world = Simulator(Scheduler(64, 64), 4000, 16)
+    steps = list(world.run([first, *between, Arrival(0.002, (*common, *range(600, 620)), 1)]))
+    assert steps[0].tokens_of(21) == 64, "the last has begun"
+    ends = {i: n for n, step in enumerate(steps) for i in step.decided}
+    assert ends[0] < min(ends[i] for i in range(1, 21)), "the first waits for none of the twenty"
+    num_common = sum(step.num_tokens for step in steps) - 20 * 64 - 2 * 20
+    assert num_common == 160, "the common part is computed once"
+
+
+def test_no_prompt_waits_for_a_worse_one_that_has_no_room() -> None:
+    class NoRoom(CatchingUp):
+        """Its prompts have their next block in common, and the one that has begun finds no room."""
+
+        def find_prefix(self, key: str) -> CachedPrefix:
+            return CachedPrefix(4, "block")
+
+        def allocate(self, key: str, num_step_tokens: int) -> int | None:
+            return None if key == "begun" else 4
+
+        def blocks(self, key: str, start: int, stop: int) -> tuple[str, ...]:
+            return ("block",)
+
+    requests = [Request("better", 40), Request("begun", 40, num_computed_tokens=4)]
+    rows = Scheduler(64, 8).schedule(requests, NoRoom())
+    assert [row.request for row in rows] == [0]
+
+
+class FewBlocks(CatchingUp):
+    """A cache without room for the prompts in ``large``, which counts what it is asked."""
+
+    def __init__(self, large: set[str]) -> None:
+        super().__init__()
+        self.large, self.found, self.tried = large, list[str](), list[str]()
+
+    def find_prefix(self, key: str) -> CachedPrefix:
+        self.found.append(key)
+        return CachedPrefix(0)
+
+    def allocate(self, key: str, num_step_tokens: int) -> int | None:
+        self.tried.append(key)
+        return None if key in self.large else self.num_computed.get(key, 0)
+
+    def step(self, scheduler: Scheduler, keys: list[str]) -> list[str]:
+        """The requests of 4 tokens that have a part in a step, and then hold what they want but for one token."""
+        self.found, self.tried = [], []
+        requests = [Request(key, 4, num_computed_tokens=self.num_computed.get(key, 0)) for key in keys]
+        chosen = [keys[row.request] for row in scheduler.schedule(requests, self)]
+        self.num_computed |= dict.fromkeys(chosen, 3)
+        return chosen
+
+
+def test_sixteen_smaller_prompts_pass_one_that_has_no_room_then_all_wait_for_it() -> None:
+    large = [f"large {i}" for i in range(40)]
+    small = [f"small {i}" for i in range(40)]
+    scheduler, cache = Scheduler(2048, 256), FewBlocks(set(large))
+    keys = ["running", large[0], *small, *large[1:]]
+    cache.num_computed["running"] = 3
+    passed: list[str] = []
+    for _ in range(5):
+        passed += [key for key in cache.step(scheduler, keys) if key in small and key not in passed]
+    assert passed == small[:16]
+    assert cache.step(scheduler, keys) == ["running", *small[:16]]
+    assert cache.found == cache.tried[1:2] == ["large 0"], "nothing is looked up for who has to wait"
+    cache.large.clear()
+    assert cache.step(scheduler, keys)[:2] == ["running", "large 0"], "it has room now"
+    assert len(cache.step(scheduler, keys)) == len(keys), "and nobody waits any more"
+
+
+def test_who_waits_for_room_is_tried_by_few_in_a_step() -> None:
+    """Of 240 that have no room, the first and sixteen others: each costs a look at the blocks."""
+    keys = [f"large {i}" for i in range(240)]
+    scheduler, cache = Scheduler(2048, 256), FewBlocks(set(keys))
+    for _ in range(3):
+        assert cache.step(scheduler, keys) == []
+        assert len(cache.tried) == 17
+    assert len(cache.found) == 17
+    assert cache.step(scheduler, keys[1:]) == [], "the first has left"
+    assert cache.tried[0] == keys[1]
 
 
 def test_who_waits_for_anothers_block_holds_no_memory_and_goes_on_if_that_one_leaves() -> None:
@@ -199,22 +311,69 @@ def test_the_last_to_arrive_is_preempted_first_and_ends_all_the_same() -> None:
     assert world.states.num_evictions >= 1
 
 
-def test_a_step_that_ran_out_of_memory_is_halved_and_grows_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_ran_out_of_memory_is_cut_by_a_quarter_and_grows_slowly(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = Scheduler(64, 64)
-    assert scheduler.halve(64, "no room")
-    assert "A step of 64 tokens ran out of memory; trying at most 32" in caplog.text
-    assert scheduler.budget == 32
-    assert scheduler.halve(20, "no room")
-    assert scheduler.budget == 10
+    assert scheduler.shrink(64, 0, "no room")
+    assert "A step of 64 tokens ran out of memory; trying at most 48" in caplog.text
+    assert scheduler.budget == 48
+    assert scheduler.shrink(20, 0, "no room")
+    assert scheduler.budget == 15
     world = Simulator(scheduler, 1000, 16)
-    sizes = [step.num_tokens for step in world.run([Arrival(0.0, tuple(range(6000)), 1)])]
-    assert sizes[0] == 10
+    sizes = [step.num_tokens for step in world.run([Arrival(0.0, tuple(range(12000)), 1)])]
+    assert sizes[:64] == [15] * 64
+    assert sizes[64:129] == [20] * 65
     assert max(sizes) == 64
-    scheduler.halve(2, "no room")
+    scheduler.shrink(2, 0, "no room")
+    assert scheduler.budget == 1
     caplog.clear()
-    assert not scheduler.halve(1, "no room")
+    assert not scheduler.shrink(1, 0, "no room")
     assert "Trying" not in caplog.text, "nothing is tried again"
     assert scheduler.budget == 64, "who ran out of memory alone does not slow down the others"
+
+
+def test_short_memory_takes_drafts_first_then_prompts_then_rows() -> None:
+    scheduler, cache = Scheduler(64, 64), CatchingUp()
+    keys = [*(f"row {i}" for i in range(8)), *(f"prompt {i}" for i in range(14))]
+    cache.num_tokens = dict.fromkeys(keys, 4)
+    cache.num_computed = dict.fromkeys(keys[:8], 3)
+    seen: list[tuple[int, int, int]] = []
+    while True:
+        rows = scheduler.schedule(
+            [cache.request(key)._replace(num_draft_tokens=4) for key in keys[:8]]
+            + [cache.request(key) for key in keys[8:]],
+            cache,
+        )
+        num_drafted = sum(row.num_draft_tokens for row in rows)
+        num_prompt = sum(row.num_new_tokens for row in rows if row.request >= 8)
+        num_tokens = sum(row.num_new_tokens for row in rows)
+        seen.append((num_tokens - num_prompt, num_prompt, num_drafted))
+        if not scheduler.shrink(num_tokens + num_drafted, num_drafted, "no room"):
+            break
+    assert seen[0] == (8, 28, 28)
+    assert seen[1] == (8, 28, 0), "drafts first"
+    assert seen[2] == (8, 19, 0), "then a quarter of the step, of its prompts"
+    first = next(n for n, step in enumerate(seen) if not step[1])
+    assert {num_rows for num_rows, _, _ in seen[:first]} == {8}, "rows last"
+    assert [num_rows for num_rows, _, _ in seen[first:]] == [8, 6, 4, 3, 2, 1]
+    assert not any(num_prompt or num_drafted for _, num_prompt, num_drafted in seen[first:])
+
+
+@pytest.mark.parametrize("num_queued", [0, 30])
+def test_rows_that_outnumber_the_tokens_of_a_step_take_turns(num_queued: int) -> None:
+    """Whoever waits to begin has no turn before those that have begun."""
+    scheduler, cache = Scheduler(64, 64), CatchingUp()
+    keys = [f"row {i}" for i in range(8)] + [f"queued {i}" for i in range(num_queued)]
+    cache.num_tokens = dict.fromkeys(keys, 4)
+    cache.num_computed = dict.fromkeys(keys[:8], 3)
+    scheduler.shrink(8, 0, "no room")
+    assert scheduler.budget == 6
+    served: Counter[str] = Counter()
+    for _ in range(60):
+        rows = scheduler.schedule([cache.request(key) for key in keys], cache)
+        assert len(rows) == 6
+        assert [row.request for row in rows] == sorted(row.request for row in rows)
+        served.update(keys[row.request] for row in rows)
+    assert served == dict.fromkeys(keys[:8], 45)
 
 
 def test_limits_are_at_least_one() -> None:
@@ -226,29 +385,6 @@ def test_limits_are_at_least_one() -> None:
 
 def test_percentiles_are_of_the_sorted_values() -> None:
     assert [percentile([3.0, 1.0, 2.0], p) for p in (0, 50, 100)] == [1.0, 2.0, 3.0]
-
-
-class CatchingUp:
-    """A cache that always has room, of sequences whose drafts catch up with several tokens a step."""
-
-    def __init__(self) -> None:
-        self.num_computed: dict[str, int] = {}
-        self.num_tokens: dict[str, int] = {}
-
-    def request(self, key: str) -> Request:
-        return Request(key, self.num_tokens[key], num_computed_tokens=self.allocate(key, 0))
-
-    def find_prefix(self, key: str) -> CachedPrefix:
-        return CachedPrefix(0)
-
-    def allocate(self, key: str, num_step_tokens: int) -> int:
-        return min(self.num_computed.get(key, 0), self.num_tokens[key] - 1)
-
-    def extend(self, key: str, length: int) -> bool:
-        return True
-
-    def blocks(self, key: str, start: int, stop: int) -> tuple[()]:
-        return ()
 
 
 @pytest.mark.parametrize(
