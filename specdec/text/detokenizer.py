@@ -116,14 +116,20 @@ class Detokenizer:
         self._before = ""
 
     def _shrink(self, text: str) -> None:
-        """Forget the oldest tokens, where the rest decodes to the same end."""
+        """Forget the oldest tokens if the rest decodes to the same end.
+
+        If the rest has no text of its own, a decoder would take what follows for the start: then forget the rest.
+        """
         held = text[len(self._shown) :]
         rest = self._decode(self._window[-_CONTEXT:])
-        if not rest.endswith(held) or len(rest) == len(held):
+        if rest.endswith(held) and len(rest) > len(held):
+            self._shown = rest[: len(rest) - len(held)]
+            self._num_clean = max(0, self._num_clean - (len(self._window) - _CONTEXT))
+            del self._window[:-_CONTEXT]
             return
-        self._shown = rest[: len(rest) - len(held)]
-        self._num_clean = max(0, self._num_clean - (len(self._window) - _CONTEXT))
-        del self._window[:-_CONTEXT]
+        while len(self._window) > _MOST_TOKENS and self._decode(self._window[:-_CONTEXT]) == text:
+            del self._window[-_CONTEXT:]
+        self._num_clean = min(self._num_clean, len(self._window))
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
@@ -220,13 +226,23 @@ class StopScanner:
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._held = ""
 
-    def push(self, piece: str) -> StopScan:
-        """Take the next piece of text. Must not be called again once a stop string was found."""
+    def push(self, piece: str, may_stop: bool = True) -> StopScan:
+        """Take the next piece of text. Must not be called again once a stop string was found.
+
+        Args:
+            piece: The text.
+            may_stop: Whether a stop string that this piece completes counts. One that begins in a piece in which none
+                counts, and is completed in a later piece, does.
+        """
         if not self._automata:
             return StopScan(piece)
         for index, character in enumerate(piece):
             for automaton in self._automata:
-                if automaton.push(character):
+                if not automaton.push(character):
+                    continue
+                if not may_stop:
+                    automaton.read_on()
+                else:
                     text = self._held + piece[: index + 1]
                     self._held = ""
                     return StopScan(text[: -len(automaton.pattern)], automaton.pattern)
@@ -257,6 +273,10 @@ class _Automaton:
             self.num_matched = self._fallback[self.num_matched - 1]
         self.num_matched += self.pattern[self.num_matched] == character
         return self.num_matched == len(self.pattern)
+
+    def read_on(self) -> None:
+        """Go on after the pattern was completed: its end may begin another."""
+        self.num_matched = self._fallback[-1]
 
 
 def _prefix_function(pattern: str) -> list[int]:
@@ -298,9 +318,9 @@ class OutputText:
     """Turns the committed tokens of one sequence into text, and finds its end.
 
     Tokens are walked one by one: a stop string ends the sequence at the token that completes it, before anything the
-    target says about tokens after it. Stop strings, like stop tokens, do not end a sequence before ``min_tokens``. The
-    token that ended the sequence (an end-of-sequence or stop token) is billed, but gives no text unless
-    ``includes_stop``.
+    target says about tokens after it. Stop strings, like stop tokens, do not end a sequence before ``min_tokens``: one
+    that is completed earlier does not count, one that only begins earlier does. The token that ended the sequence (an
+    end-of-sequence or stop token) is billed, but gives no text unless ``includes_stop``.
 
     Args:
         tokenizer: Any fast tokenizer of transformers.
@@ -390,14 +410,14 @@ class OutputText:
         return TextDelta(text + self._detokenizer.finish(), len(tokens), (), finish, self._stop_token(tokens, finish))
 
     def _read(self, piece: str) -> tuple[str, str | None]:
-        """Count a token and scan its text, once stop strings are allowed to end the sequence."""
+        """Count a token and scan its text. Before ``min_tokens`` no stop string is completed, but one may begin."""
         self._num_tokens += 1
         self._num_characters += len(piece)
-        return (piece, None) if self._num_tokens < self._spec.sampling.min_tokens else self._scan(piece)
+        return self._scan(piece, self._num_tokens >= self._spec.sampling.min_tokens)
 
-    def _scan(self, piece: str) -> tuple[str, str | None]:
+    def _scan(self, piece: str, may_stop: bool = True) -> tuple[str, str | None]:
         """Text that is certain, and the stop string that it completed, if it is one's end."""
-        text, stop = self._scanner.push(piece)
+        text, stop = self._scanner.push(piece, may_stop)
         return (text + stop if stop is not None and self._includes_stop else text), stop
 
     def _read_rest(self) -> tuple[str, str | None]:

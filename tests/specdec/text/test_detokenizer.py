@@ -135,3 +135,25 @@ def test_a_prompt_may_end_in_half_a_character(tokenizer_named: Get, name: str) -
             detokenizer = Detokenizer(tokenizer, ids[:-cut])
             said = "".join(detokenizer.push(token) for token in other) + detokenizer.finish()
             assert said == whole(tokenizer, other).lstrip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 5])
+def test_ids_without_text_do_not_make_the_window_grow(
+    tokenizer_named: Get, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids beyond the tokenizer's, which padded embeddings have, decode to nothing."""
+    tokenizer = tokenizer_named(name)
+    sensible = tokenizer.encode(TEXT, add_special_tokens=False)
+    ids = [*sensible, *[len(tokenizer) + 5] * 400, *sensible]
+    num_decoded, decode = list[int](), Detokenizer._decode
+
+    def counted(self: Detokenizer, tokens: list[int]) -> str:
+        num_decoded.append(len(tokens))
+        return decode(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "_decode", counted)
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.push_all(ids[start : start + size]) for start in range(0, len(ids), size))
+    assert text + detokenizer.finish() == whole(tokenizer, ids)
+    assert max(num_decoded) <= 40

@@ -61,6 +61,16 @@ def test_edge_04_min_tokens_counts_tokens_for_stop_strings_too(
     assert (text, num_billed) == ("x\nx\nx", 6)
 
 
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize(("min_tokens", "num_text", "num_billed"), [(2, 0, 2), (3, 2, 4), (4, 2, 4), (5, 4, 6)])
+def test_edge_04_a_stop_string_that_begins_before_min_tokens_counts_if_it_ends_after(
+    demo_tokenizer: PreTrainedTokenizerFast, size: int, min_tokens: int, num_text: int, num_billed: int
+) -> None:
+    ids = demo_tokenizer.encode("x\nx\nx\nx\n")
+    text, billed, delta = run(demo_tokenizer, ids, size, ["x\n"], "length", spec(min_tokens=min_tokens))
+    assert (text, billed, delta.finish) == ("x\n" * (num_text // 2), num_billed, "stop")
+
+
 def test_the_token_that_ends_a_sequence_is_billed_and_gives_no_text(demo_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = demo_tokenizer.encode("ok\n")
     for end in (spec(), spec(stop_token_ids=(ids[-1],))):

@@ -63,3 +63,27 @@ def test_the_stop_that_is_completed_first_wins_not_the_first_listed() -> None:
 
 def test_without_stops_nothing_is_held_back() -> None:
     assert StopScanner([]).push("\n") == ("\n", None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.text("ab", max_size=20), st.integers(0, 20))
+def test_a_stop_that_is_completed_where_none_counts_is_text(stops: list[str], text: str, start: int) -> None:
+    """The first to end behind the start counts, wherever it begins."""
+    scanner, start = StopScanner(stops), min(start, len(text))
+    texts, found = [scanner.push(text[:start], may_stop=False).text], None
+    for character in text[start:]:
+        piece, found = scanner.push(character)
+        texts.append(piece)
+        if found is not None:
+            break
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(start + 1, len(text) + 1)
+        if text[:end].endswith(stop) and len(stop) <= end
+    ]
+    if not ends:
+        assert ("".join(texts) + scanner.finish(), found) == (text, None)
+    else:
+        end, _, stop = min(ends)
+        assert ("".join(texts), found) == (text[: end - len(stop)], stop)
