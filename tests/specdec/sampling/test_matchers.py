@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -23,6 +22,7 @@ import specdec.demo
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import TokenSequence, common_prefix_length
 from specdec.core.types import Tokens
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.structured import matchers as module
@@ -50,6 +50,7 @@ PERSON = Grammar(
     ),
 )
 DIGITS = Grammar("regex", "[0-9]{1,4}")
+NUMBERS = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}}')
 PROMPT = [40, 41, 42]
 
 
@@ -87,28 +88,96 @@ def walk(grammar: Grammar, rng: random.Random, length: int, output: Sequence[int
     return walked
 
 
-def groups_of(rng: random.Random, output: list[int], seed: int) -> RowGroup:
+def groups_of(rng: random.Random, output: list[int], spec: SequenceSpec) -> RowGroup:
     """A part of an output as a log, and a part of what follows as its draft."""
     start = rng.randrange(len(output))
     log, draft = output[:start], output[start : start + rng.randrange(5)]
-    return RowGroup(spec_of(PERSON, seed), [*PROMPT, *log], tuple(draft))
+    return RowGroup(spec, [*PROMPT, *log], tuple(draft))
+
+
+def assert_masks_are_fresh(matchers: Matchers, groups: list[RowGroup]) -> None:
+    masked, failures = matchers.masked(groups)
+    assert not failures
+    for group in masked:
+        assert group.mask is not None
+        grammar, output = group.spec.sampling.grammar, group.tokens[len(PROMPT) :]
+        assert grammar is not None
+        wanted = [fresh(grammar, [*output, *group.draft[:i]]) for i in range(1 + len(group.draft))]
+        assert allowed_ids(group.mask) == wanted
 
 
 def test_masks_follow_logs_that_grow_shrink_and_change() -> None:
-    """Logs in any order, two with one seed among them, against matchers that were made for each."""
+    """Logs in any order, two of one sequence among them, against matchers that were made for each."""
     rng = random.Random(4)
     outputs = [walk(PERSON, rng, 24) for _ in range(4)]
-    matchers = Matchers(GRAMMARS)
+    matchers, specs = Matchers(GRAMMARS), [spec_of(PERSON, seed) for seed in (1, 2)]
     for _ in range(60):
-        groups = [groups_of(rng, rng.choice(outputs), seed) for seed in (1, 1, 2)]
-        masked, failures = matchers.masked(groups)
-        assert not failures
-        for group in masked:
-            assert group.mask is not None
-            output = group.tokens[len(PROMPT) :]
-            wanted = [fresh(PERSON, [*output, *group.draft[:i]]) for i in range(1 + len(group.draft))]
-            assert allowed_ids(group.mask) == wanted
+        assert_masks_are_fresh(matchers, [groups_of(rng, rng.choice(outputs), specs[i]) for i in (0, 0, 1)])
     assert matchers.num_mask_calls == 60
+
+
+LISTS = Grammar(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "array",
+            "items": {"anyOf": [{"type": "object"}, {"const": "a constant of some length"}, {"type": "array"}]},
+        }
+    ),
+)
+SUFFIX = Grammar("grammar", 'start: (gen "x")*\ngen[stop="."]: /[a-z]*/')
+
+
+@pytest.mark.parametrize("grammar", [LISTS, DIGITS, SUFFIX], ids=["lists", "digits", "cannot go back"])
+def test_masks_after_refused_drafts_are_those_of_a_new_matcher(grammar: Grammar) -> None:
+    """A log that only grows: by a part of its draft, then by something else, in places that look alike before it."""
+    matchers = Matchers(GRAMMARS)
+    for seed in range(6):
+        rng, spec, log = random.Random(seed), spec_of(grammar, seed), list[int]()
+        while len(log) < 24:
+            draft = walk(grammar, rng, len(log) + rng.randrange(5), log)[len(log) :]
+            assert_masks_are_fresh(matchers, [RowGroup(spec, [*PROMPT, *log], tuple(draft))])
+            log += draft[: rng.randrange(len(draft) + 1)]
+            longer = walk(grammar, rng, len(log) + 1, log)
+            if longer == log:
+                break
+            log = longer
+            matchers.forced(spec, [*PROMPT, *log], 8)
+
+
+def test_a_step_costs_the_same_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied and nothing is compared from its beginning, though each draft is refused."""
+    spec, compared, unit = spec_of(NUMBERS), list[int](), TOKENIZER.encode("1,")
+    log, matchers = np.array([*PROMPT, *TOKENIZER.encode("["), *unit * 1500], np.int32), Matchers(GRAMMARS)
+
+    def counted(read: TokenSequence, output: TokenSequence, start: int = 0) -> int:
+        compared.append(min(len(read), len(output)) - start)
+        return common_prefix_length(read, output, start)
+
+    def step(length: int) -> list[str]:
+        names = list[str]()
+
+        def seen(frame: FrameType, event: str, argument: object) -> None:
+            if event == "c_call":
+                names.append(getattr(argument, "__name__", ""))
+
+        tokens, draft = log[:length], (unit[0], unit[0])
+        sys.setprofile(seen)
+        try:
+            allowed = matchers.allowed(spec, tokens, draft)
+            matchers.forced(spec, tokens, 8)
+            matchers.masked([RowGroup(spec, tokens, allowed)])
+        finally:
+            sys.setprofile(None)
+        return names
+
+    monkeypatch.setattr(module, "common_prefix_length", counted)
+    step(len(log) - 40)
+    compared.clear()
+    names = [name for length in range(len(log) - 38, len(log), 2) for name in step(length)]
+    assert "try_consume_tokens" in names
+    assert "deep_copy" not in names
+    assert max(compared) <= 256
 
 
 def test_a_refused_draft_leaves_nothing_behind() -> None:
@@ -118,9 +187,9 @@ def test_a_refused_draft_leaves_nothing_behind() -> None:
     """
     grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "object"}}))
     before, draft, instead = (TOKENIZER.encode(text) for text in ('[{"list', '": [4,', '": [],'))
-    matchers = Matchers(GRAMMARS)
+    matchers, spec = Matchers(GRAMMARS), spec_of(grammar)
     for output, drafted in ((before, draft), (before + instead, [])):
-        (group,), failures = matchers.masked([RowGroup(spec_of(grammar), [*PROMPT, *output], tuple(drafted))])
+        (group,), failures = matchers.masked([RowGroup(spec, [*PROMPT, *output], tuple(drafted))])
         assert not failures
         assert group.mask is not None
         assert allowed_ids(group.mask)[0] == fresh(grammar, output)
@@ -128,7 +197,7 @@ def test_a_refused_draft_leaves_nothing_behind() -> None:
 
 def test_that_a_matcher_goes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is worth something: a matcher that only reads on fails it."""
-    monkeypatch.setattr(module, "common_prefix_length", lambda read, output: min(len(read), len(output)))
+    monkeypatch.setattr(module, "common_prefix_length", lambda read, output, *_: min(len(read), len(output)))
     with pytest.raises(AssertionError):
         test_masks_follow_logs_that_grow_shrink_and_change()
 
@@ -274,19 +343,15 @@ def test_no_python_runs_for_single_rows() -> None:
     assert 0 < calls(8) == calls(1)
 
 
-def test_what_was_dropped_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_KEPT", 2)
+def test_a_matcher_goes_with_its_sequence() -> None:
     rng, matchers = random.Random(7), Matchers(GRAMMARS)
     output = walk(PERSON, rng, 12)
-    for seed in range(5):
-        (group,), _ = matchers.masked([RowGroup(spec_of(PERSON, seed), [*PROMPT, *output])])
-        assert group.mask is not None
-        assert allowed_ids(group.mask) == [fresh(PERSON, output)]
-        assert len(matchers._kept) <= 2
-    groups = [RowGroup(spec_of(PERSON, seed), [*PROMPT, *output]) for seed in range(6)]
-    masked, failures = matchers.masked(groups)
-    assert not failures
-    assert len({tuple(chain(*allowed_ids(group.mask))) for group in masked if group.mask is not None}) == 1
+    specs = [spec_of(PERSON, seed) for seed in range(5)]
+    assert_masks_are_fresh(matchers, [RowGroup(spec, [*PROMPT, *output]) for spec in specs])
+    assert len(matchers._kept) == 5
+    del specs[1:]
+    gc.collect()
+    assert len(matchers._kept) == 1
 
 
 def test_a_log_that_does_not_match_is_an_error_of_its_own() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from specdec.engine.engine import InProcessService
 from specdec.engine.results import SpecStats
+from specdec.sampling.kept import WhileAlive
 from specdec.sampling.rows import RowGroup
 from specdec.structured import matchers as matchers_module
 from specdec.structured.matchers import Matchers
@@ -199,7 +200,7 @@ def forgotten() -> Iterator[None]:
     yield
     for pair in PAIRS:
         for matchers in matchers_of(engine_of(pair)):
-            matchers._kept.clear()
+            matchers._kept = WhileAlive()
 
 
 def few_cells(pair: str, temperature: float) -> dict[Cell, list[int]]:
@@ -212,7 +213,7 @@ def test_a_drafter_whose_matchers_do_not_go_back_is_found_out(
 ) -> None:
     """What it has read of a chain that was refused must go, or its masks are those of another text."""
     check_cells(few_cells(pair, 1.0))
-    monkeypatch.setattr(matchers_module, "common_prefix_length", lambda read, output: min(len(read), len(output)))
+    monkeypatch.setattr(matchers_module, "common_prefix_length", lambda read, output, *_: min(len(read), len(output)))
     with pytest.raises(AssertionError, match="forbidden drafts"):
         check_cells(few_cells(pair, 1.0))
 
@@ -228,7 +229,7 @@ def test_a_target_whose_matchers_do_not_go_back_is_found_out(
     def stay(self: Matchers, groups: Sequence[RowGroup]) -> Any:
         found = masked(self, groups)
         for group in groups:
-            for kept in self._kept.get(matchers_module._key(group.spec), []):
+            for kept in self._kept.get(group.spec) or []:
                 kept.inner.try_consume_tokens(list(group.draft))
         return found
 
