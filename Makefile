@@ -36,7 +36,7 @@ VERSIONS := 3.11 3.12 3.13
 PYTHON ?=
 
 .PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-vllm-engine test-vllm-service test-cluster test-clients test-image test-monitoring test-gpu test-versions \
-	lint check format docs screenshots tables lock dist release-check bench soak clean
+	mutants lint check format docs screenshots tables lock dist release-check bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
@@ -51,6 +51,7 @@ help:
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
 	@echo "make test-gpu         kernels, noise and decisions on a CUDA device, against the CPU's"
 	@echo "make test-versions    the fast tests with the oldest torch and transformers: ARGS='python3.12 python3.13'; 8 GB each"
+	@echo "make mutants          lines broken one at a time, each with the tests that must fail: ARGS='S1 D2' for some"
 	@echo "make soak             everything that is too long for every change, in slices (.ci/slices): hours"
 	@echo "make lint             format, lint, import layers: seconds, without the service's libraries"
 	@echo "make check            these, and types"
@@ -122,6 +123,9 @@ test-gpu: $(DEV)
 
 test-versions:
 	@.ci/versions $(ARGS)
+
+mutants: $(DEV)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 # With a model that talks, which the demo needs the package index for.
 screenshots: $(CLIENTS)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import specdec
+from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -185,3 +186,20 @@ def test_links_of_the_readme_are_absolute_on_the_package_index(tmp_path: Path) -
     assert "![The page" in text
     assert "](https://github.com/someone/specdec/raw/v1/docs/images/ui.png)" in text
     assert "Project-URL: Source, https://github.com/someone/specdec" in text
+
+
+def test_each_mutant_changes_one_place_and_has_a_finder() -> None:
+    """Who moves the line mends its mutant, and whoever deletes the finder names another."""
+    places = {one.name: (ROOT / one.file).read_text().count(one.old) for one in MUTANTS}
+    assert {name: count for name, count in places.items() if count != 1} == {}
+    assert len(places) == len(MUTANTS)
+    assert [one.name for one in MUTANTS if one.old == one.new] == []
+    tests = {name for one in MUTANTS for name in one.finder}
+    functions = {name for name in tests if "::" in name}
+    assert [file for file in tests if not (ROOT / file.partition("::")[0]).exists()] == []
+    lacking = [
+        name
+        for name in functions
+        if f"def {name.partition('::')[2]}(" not in (ROOT / name.partition("::")[0]).read_text()
+    ]
+    assert lacking == []

@@ -220,6 +220,24 @@ async def test_a_body_counts_as_long_as_what_has_come_of_it() -> None:
     assert admission.num_bytes == 0
 
 
+async def test_a_body_larger_than_its_keys_share_may_come_in_several_parts() -> None:
+    admission = Admission(limits(max_total_body_bytes=100, max_share_per_key=0.5))
+    chunked = admission.enter("a", 0)
+    for num_bytes in (30, 60, 90):
+        chunked.body_came(num_bytes)
+    assert admission.num_bytes == 90
+
+
+async def test_a_key_that_holds_nothing_is_below_its_share_however_large_its_request() -> None:
+    admission = Admission(limits(4, 8, max_share_per_key=0.5))
+    held = await taken(admission, "c", 3)
+    await taken(admission, "a")
+    above_share = await waiting(admission.enter("a", 1), 2)
+    large = await waiting(admission.enter("b", 1), 3)
+    held.leave()
+    assert await order(above_share, large) == [False, True]
+
+
 async def test_lower_limits_leave_nobody_waiting_for_what_will_never_be_free() -> None:
     admission = Admission(limits(8, 8))
     held = await taken(admission, "", 8)

@@ -26,6 +26,12 @@ def test_a_tombstone_stands_for_its_time_and_is_forgotten_after_it(sequences):
     assert sequences.admit(sequence((1, 0)), TOMBSTONE_S + 1) is not None
 
 
+def test_a_sequence_is_buried_if_the_tombstone_of_a_newer_epoch_has_run_out(sequences):
+    sequences.drop("s", Epoch(2, 0), 0.0)
+    sequences.drop("s", Epoch(1, 0), TOMBSTONE_S + 1)
+    assert sequences.admit(sequence((1, 0)), TOMBSTONE_S + 1) is None
+
+
 def test_a_tombstone_stands_for_ten_leases():
     assert Times(lease_s=5.0).tombstone_s == 50.0
 
