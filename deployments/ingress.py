@@ -17,7 +17,6 @@ from cluster.config.environment import api_keys, check_node
 from cluster.config.live import set_log_level
 from cluster.config.names import ROUTER
 from cluster.models.identity import fingerprints
-from cluster.models.receipts import receipt_issuer
 from cluster.models.sources import draft_source, read_template, target_source
 from deployments.http.admission import Admission
 from deployments.http.app import create_app, request_grammars
@@ -36,7 +35,7 @@ from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from deployments.transport.link import spawn
 from specdec.checkpoint.compat import check_width, tokenizer_width
-from specdec.checkpoint.fingerprint import content_hashes
+from specdec.checkpoint.fingerprint import weights_hash
 from specdec.core.errors import ServiceUnavailableError, SpecdecError
 from specdec.core.types import Fingerprints
 from specdec.models.describe import describe_model
@@ -102,7 +101,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""
         self._tokenizer = load_tokenizer(target_source(self._args))
-        self._receipts = receipt_issuer(self._args, self._tokenizer)
         self._observer = Observer(self._replica_metrics.registry, self._args.model_name)
         self._admission = Admission(self._args.limits)
         self._grammars = request_grammars(self._tokenizer)
@@ -159,7 +157,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             admin_keys=access.admin_keys,
             share_prefixes=access.share_prefixes,
             unsupported_tools=args.unsupported_tools,
-            receipts=self._receipts,
             tracer=serve_tracer(),
         )
         app = create_app(
@@ -235,7 +232,7 @@ def _served(
 ) -> ServedModel:
     model = describe_model(source)
     check_width(model.name, model.vocab_size, vocab_size)
-    weights, _ = content_hashes(source.path, source.revision, source.token)
+    weights = weights_hash(source.path, source.revision, source.token)
     return ServedModel(
         name=name,
         role=role,

@@ -37,10 +37,10 @@ from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_sh
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.pair import PairedTarget
 from specdec.engine.timing import LastRound, LastStep, StepMetrics, profile_drafter, profile_target
+from specdec.executor.contract import contract_text, loaded_contract
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
-from specdec.receipts.contract import contract_text, loaded_contract
 
 logger = logging.getLogger("ray.serve")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import argcomplete
 
 import specdec
-from cluster.cli import audit, config, demo, doctor, generate, render, replay, serve
+from cluster.cli import config, demo, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 from cluster.cli.vllm_flags import key_entries
@@ -17,8 +17,6 @@ COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
     "config": (config, "print the configuration that is in force"),
-    "replay": (replay, "generate the answer of a receipt again, and say where it differs"),
-    "audit": (audit, "check answers against their receipts by reading them"),
     "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
     "demo": (demo, "put demo models on this machine that are not part of the package"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),

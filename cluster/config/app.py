@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.config.base import M, StrictModel, refused_key
 from cluster.config.drafters import MOST_DRAFTERS, DrafterConfig, named_models
-from cluster.config.limits import Access, Limits, Receipts, ResponsesStore, Store, Tls, names
+from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
 from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
 from cluster.config.replicas import ActorOptions, Replicas, Updates
@@ -204,7 +204,7 @@ class AppArgs(StrictModel):
     )
     numeric_contract_lost: Literal["end", "continue"] = Field(
         "end",
-        description="where no target keeps a strict sequence's contract; continue: its receipt is void",
+        description="where no target keeps a strict sequence's contract; continue: it goes on in other bits",
     )
     speculation_mode: Literal["auto", "sequential", "overlap", "outcomes"] = Field(
         "auto",
@@ -245,7 +245,6 @@ class AppArgs(StrictModel):
         default_factory=Store, description="where stored responses and adapters loaded at run time are kept"
     )
     responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
-    receipts: Receipts = Field(default_factory=Receipts, description="signed receipts of answers")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     updates: Updates = Field(
@@ -336,12 +335,8 @@ class AppArgs(StrictModel):
             raise refused_key("lora", "lora: adapters need target.engine: transformers")
         if self.lora.has_draft_adapters and self.draft.engine != "transformers":
             raise refused_key("lora", "lora: the draft's adapters need draft.engine: transformers")
-        if self.receipts.key_file is not None and self.target.engine != "transformers":
-            raise refused_key("receipts.key_file", "receipts.key_file: receipts need target.engine: transformers")
         if self.logprobs_mode != "raw_logprobs" and self.target.engine == "vllm":
             raise refused_key("logprobs_mode", "logprobs_mode: vLLM's engine reports raw_logprobs here")
-        if self.logprobs_mode != "raw_logprobs" and self.receipts.key_file is not None:
-            raise refused_key("logprobs_mode", "logprobs_mode: receipts tell raw_logprobs: leave out receipts.key_file")
         if self.exactness == "strict" and self.target.engine != "transformers":
             raise refused_key("exactness", "exactness: strict needs target.engine: transformers")
         if self.exactness == "strict" and self.target.quantization != "none":

@@ -107,14 +107,6 @@ class Store(StrictModel):
         return url
 
 
-class Receipts(StrictModel):
-    """Signed receipts of answers."""
-
-    key_file: str | None = Field(
-        None, min_length=1, description="PEM file with the Ed25519 private key that signs receipts; none: no receipts"
-    )
-
-
 class ResponsesStore(StrictModel):
     """What is kept of the responses of ``/v1/responses``."""
 

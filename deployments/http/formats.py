@@ -12,7 +12,6 @@ from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
-from deployments.http.receipts import receipt_of
 from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.tally import answer_metrics, how_it_came
 from deployments.http.writing import AssistantMessage, Event, Json
@@ -341,12 +340,9 @@ class Envelope:
         return usage | ({"completion_tokens_details": details} if details else {})
 
     def _at_the_end(self, generation: Generation) -> Json:
-        """What speculation did, and the receipt, where they were asked for."""
+        """What speculation did, where that was asked for."""
         detail = self._job.body.per_request_spec_decode_metrics
-        metrics = answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
-        if not generation.records or self._api.settings.receipts is None:
-            return metrics
-        return metrics | {"receipt": receipt_of(self._job, self._api.settings.receipts, generation, self._head)}
+        return answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
 
 
 def _names(api: Api, job: Job) -> TokenNames:

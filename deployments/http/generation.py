@@ -17,7 +17,6 @@ from deployments.http.tally import RoundTally
 from specdec.core.messages import Notes, Plan
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
 from specdec.protocol.ingress import TokenDelta
-from specdec.receipts.issue import ChoiceRecord
 from specdec.text.detokenizer import OutputText
 
 _MOST_QUEUED = 256
@@ -90,7 +89,6 @@ class Generation:
         num_completion_tokens: Tokens billed so far, over all choices.
         num_cached_tokens: Prompt tokens that were not read, each prompt counted once: for its first choice.
         tallies: What speculation did, by choice.
-        records: What receipts tell, by choice; empty where none is wanted.
     """
 
     def __init__(self, api: Api, job: Job) -> None:
@@ -98,7 +96,6 @@ class Generation:
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self.tallies = [RoundTally() for _ in job.sequences]
-        self.records = [ChoiceRecord() for _ in job.sequences] if job.body.receipt else []
         self._counters = [job.new_counter() for _ in job.sequences] if job.new_counter is not None else []
         self._api = api
         self._num_open = len(job.sequences)
@@ -252,9 +249,6 @@ class Generation:
             return self._unseen(index, delta, observer)
         text = output.push(delta.tokens, delta.finish)
         num_billed = text.num_billed
-        if self.records:
-            told = delta.notes.logprobs or ()
-            self.records[index].add(delta.tokens[:num_billed], told, text.finish, delta.numeric)
         logprobs = delta.notes.logprobs if self.job.body.num_logprobs is not None else None
         unshown.extend(map(ShownToken, delta.tokens, text.offsets, logprobs or ()))
         shown = tuple(unshown.popleft() for _ in range(text.num_shown if unshown else 0))

@@ -247,9 +247,6 @@ def _job(
     _check_spaces(api, body)
     bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
-    if body.receipt:
-        check_receipt(body, model, api.settings)
-        sampling = replace(sampling, logprobs=sampling.logprobs or 0)
     check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     if context.stats.reservation is not None:
@@ -374,21 +371,6 @@ def check_prompt_logprobs(body: GenerationBody, num_prompt_tokens: int, limits: 
             f"{name}: log probabilities are given of at most {most} prompt tokens of one request "
             f"(limits.max_prompt_logprobs_tokens), and its prompts have {num_prompt_tokens}",
         )
-
-
-def check_receipt(body: GenerationBody, model: ServedModel, settings: ApiSettings) -> None:
-    """Refuse a receipt that could not be given, or that nobody could check.
-
-    Raises:
-        UnsupportedParameterError: There is no key, or the draft was asked.
-        InvalidParameterError: The answer has no output.
-    """
-    if settings.receipts is None:
-        raise UnsupportedParameterError("receipt", "receipt: this service has no key for receipts (receipts.key_file)")
-    if model.role == "draft":
-        raise UnsupportedParameterError("receipt", f"receipt: is given of the target, not of {model.name!r}")
-    if not body.shows_output:
-        raise InvalidParameterError("receipt", "receipt: this answer has no output: max_tokens must be at least 1")
 
 
 def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:

@@ -12,7 +12,6 @@ from specdec.core.params import PLAIN_DEFAULTS, Exactness, GenerationDefaults, S
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Adapter, Tokens
 from specdec.protocol.ingress import TokenDelta
-from specdec.receipts.issue import ReceiptIssuer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -188,7 +187,6 @@ class ApiSettings:
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
         admin_keys: Names of the API keys that may administer.
         share_prefixes: Whose requests share cached prefixes.
-        receipts: Makes receipts of answers; None where there is no key for them.
         tracer: Makes the spans of requests; None where nobody traces.
     """
 
@@ -205,5 +203,4 @@ class ApiSettings:
     send_request_id: bool = True
     admin_keys: tuple[str, ...] = ()
     share_prefixes: SharePrefixes = "key"
-    receipts: ReceiptIssuer | None = None
     tracer: Tracer | None = None

@@ -138,27 +138,21 @@ def model_fingerprint(path: str, revision: str | None = None, token: str | None 
     return digest(files)
 
 
-def content_hashes(path: str, revision: str | None = None, token: str | None = None) -> tuple[str, str]:
-    """What a model's weights are, with their configuration, and what its tokenizer is: for receipts.
+def weights_hash(path: str, revision: str | None = None, token: str | None = None) -> str:
+    """Hash a model's weights and their configuration.
 
     Of a local folder ``sha256:`` and the SHA-256 of all names and files' hashes; of a hub id ``hub:ID@COMMIT``. Takes
     and raises what :func:`model_fingerprint` does.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        name = f"hub:{path}@{_cached_folder(path, revision, token).name}"
-        return name, name
+        return f"hub:{path}@{_cached_folder(path, revision, token).name}"
     try:
         check_weight_files(folder)
         weights = file_hashes(_found(folder, ("config.json", "*quant*_config.json", *_WEIGHTS)))
-        tokenizer = file_hashes(_found(folder, _TOKENIZER))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"the hashes of {path} cannot be taken: {error}") from error
-    return _content(weights), _content(tokenizer)
-
-
-def _content(files: Mapping[str, str]) -> str:
-    return f"sha256:{hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()}"
+    return f"sha256:{hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()}"
 
 
 def adapter_folder(path: str) -> Path:

@@ -34,7 +34,6 @@ class TokenDelta:
         finish: Why the sequence ended, in the last delta.
         plan: By which the sequence is drafted now; None where that is unknown.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
-        numeric: By which numeric contract they were decided: see :class:`specdec.core.messages.Submit`.
         seq: Whose they are.
     """
 
@@ -43,15 +42,13 @@ class TokenDelta:
     finish: Finish | None = None
     plan: Plan | None = None
     reason: str = ""
-    numeric: str = ""
     seq: str = field(default="", compare=False)
 
     def __add__(self, later: TokenDelta) -> TokenDelta:
         """Two deltas of a sequence, one after the other, as one."""
         plan = self.plan if later.plan is None else later.plan
         tokens, notes = self.tokens + later.tokens, self.notes + later.notes
-        numeric = later.numeric or self.numeric
-        return TokenDelta(tokens, notes, later.finish, plan, later.reason, numeric, self.seq)
+        return TokenDelta(tokens, notes, later.finish, plan, later.reason, self.seq)
 
 
 class Request:
@@ -243,7 +240,7 @@ class IngressMachine:
             case Extension.EXTENDED:
                 new = request.log.tail(length)
                 notes = message.notes.last(len(new))
-                delta = TokenDelta(new, notes, plan=message.plan, numeric=request.numeric, seq=request.seq)
+                delta = TokenDelta(new, notes, plan=message.plan, seq=request.seq)
                 self._deliveries.append(delta)
                 self._want_soon(request, now_s)
             case Extension.GAP:  # what was sent before is lost

@@ -11,7 +11,6 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 
 import specdec
 from deployments.http.api import ApiOf
-from deployments.http.errors import ApiError
 from deployments.http.service import ServedModel
 
 router = APIRouter()
@@ -38,16 +37,6 @@ async def ping(api: ApiOf) -> Response:
     """200 while requests can be served, else 503; what SageMaker asks."""
     api.service.check_health()
     return Response()
-
-
-@router.get("/v1/receipts/key")
-async def receipts_key(api: ApiOf) -> dict[str, str]:
-    """The public key that checks receipts."""
-    issuer = api.settings.receipts
-    if issuer is None:
-        text = "this service has no key for receipts (receipts.key_file)"
-        raise ApiError(404, text, code="receipts_not_configured")
-    return {"keyid": issuer.key.keyid, "public_key": issuer.key.public.pem}
 
 
 @router.get("/docs", response_class=HTMLResponse)

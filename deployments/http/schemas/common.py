@@ -107,7 +107,6 @@ class GenerationBody(SamplingBody):
         add_special_tokens: Whether prompts get those that the tokenizer adds by itself; by default texts do, and
             conversations, whose template has its own, do not.
         return_tokens_as_token_ids: Write tokens as ``token_id:7`` in ``logprobs``.
-        receipt: Send a signed receipt with the answer, in the last chunk of a stream.
         response_format: What the output must be: OpenAI's object, also with vLLM's ``structural_tag``.
     """
 
@@ -121,7 +120,6 @@ class GenerationBody(SamplingBody):
     prompt_logprobs: Integer | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    receipt: bool | None = None
     response_format: dict[str, Any] | None = None
 
     def check_together(self) -> None:

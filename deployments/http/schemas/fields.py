@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     # of our own, before
     "acceptance": (),
+    "receipt": (False,),
     # llama.cpp
     "mirostat": (0,),
     "dry_multiplier": (0,),
@@ -79,7 +80,10 @@ REPLACED: dict[str, str] = {
 }
 """Refused fields that are another server's name of a field that is served."""
 
-REMOVED: dict[str, str] = {"acceptance": "there is one rule: a seed's text never depends on drafts"}
+REMOVED: dict[str, str] = {
+    "acceptance": "there is one rule: a seed's text never depends on drafts",
+    "receipt": "to check an answer, send its request again with the same seed",
+}
 """Refused fields that were served before, and why they left."""
 
 IGNORED: frozenset[str] = frozenset(
@@ -137,7 +141,6 @@ REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "receipt": (False,),
     "echo": (False,),
 }
 """The same for ``/v1/responses``."""

@@ -80,7 +80,6 @@ EXAMPLES = {
     "access.allowed_origins": "https://a.example, https://b.example:8443",
     "access.allow_unauthenticated_ray": True,
     "log_format": "json",
-    "receipts.key_file": "receipts.pem",
     "extensions": {"cluster.config.app:Tracing": {"sampling_ratio": 0.5}},
     "lora.max_adapter_bytes": 1 << 20,
     "lora.load_timeout_s": 60,

@@ -107,11 +107,6 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
         "logprobs_mode",
         "logprobs_mode: vLLM's engine reports raw_logprobs",
     ),
-    (
-        {"logprobs_mode": "processed_logprobs", "receipts.key_file": "k"},
-        "logprobs_mode",
-        "logprobs_mode: receipts tell raw_logprobs",
-    ),
     (VLLM | {"exactness": "strict"}, "exactness", "exactness: strict needs target.engine: transformers"),
     (T | {"exactness": "strict", "target.quantization": "int8"}, "exactness", "needs target.quantization: none"),
     ({"strict_tile_tokens": 3}, "strict_tile_tokens", "strict_tile_tokens must be 0, or 4 to 512"),
@@ -146,7 +141,6 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
         if role == "target" or key != "engine_args"
     ),
     (OPENVINO | {"exactness": "strict"}, "exactness", "exactness: strict needs target.engine: transformers"),
-    (OPENVINO | {"receipts.key_file": "k"}, "receipts.key_file", "need target.engine: transformers"),
     (OPENVINO | {"lora.folder": "/srv"}, "lora", "adapters need target.engine: transformers"),
     ({"lora.adapters": [{"name": "a", "path": "/a"}, {"name": "b"}]}, "lora.adapters[1].path", "[1].path: Field requ"),
     ({"lora.adapters": [{"name": "", "path": "/a"}]}, "lora.adapters[0].name", "[0].name: String should have at least"),

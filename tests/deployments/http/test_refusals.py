@@ -230,6 +230,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     *((COMPLETIONS, body, param, UNKNOWN, hint) for body, param, hint in MISSPELT),
     *((path, body, param, "", "") for path, body, param in WITHOUT_EFFECT),
     *((RESPONSES, body, param, "", reason) for body, param, reason in OF_RESPONSES),
+    (COMPLETIONS, {"receipt": True}, "receipt", UNSUPPORTED, "send its request again with the same seed"),
     (COMPLETIONS, {"logit_bias": {"4096": 1}}, "logit_bias", INVALID, "biases of token ids from 0 to 4095, not 4096"),
     (COMPLETIONS, {"priority": 2**31}, "priority", INVALID, "less than 2147483648"),
     (COMPLETIONS, {"priority": -(2**31) - 1}, "priority", INVALID, "greater than or equal to -2147483648"),

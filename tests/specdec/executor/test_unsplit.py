@@ -9,21 +9,22 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from cluster.models.demos import demo_folder
 from specdec.core.errors import ModelLoadError
 from specdec.engine import build
 from specdec.engine.build import BackendOptions, build_target
 from specdec.executor import unsplit
 from specdec.executor.runner import ModelRunner
 from specdec.executor.unsplit import UnsplitLinear, no_unsplit_reason, use_unsplit_products
-from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.loading import LoadedModel, ModelSource, prepare_model
 from tests.specdec.executor.test_tiles import by_count, in_pieces, library, whole
 from tests.specdec.kernels.interpreter import interpreted
 from tests.specdec.models.families import randomize
 from tests.specdec.models.recurrent_families import make_recurrent
-from tests.specdec.receipts.answers import source
 
 VOCAB = 60
 SHAPES = ("64x64", "32x64", "96x64", "64x96", "60x64")
+DEMO = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu")
 TEXTS = [[(7 * length + 11 * i) % VOCAB for i in range(length)] for length in (12, 17)]
 
 
@@ -108,13 +109,13 @@ def test_what_was_shown_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_a_gpu_they_are_refused() -> None:
     assert no_unsplit_reason(tiny()) == "whole steps (strict_tile_tokens: 0) need a CUDA GPU, not cpu"
     with pytest.raises(ModelLoadError, match=r"strict is not possible with .*: whole steps"):
-        build_target(source(), BackendOptions(strict_tile_tokens=0))
+        build_target(DEMO, BackendOptions(strict_tile_tokens=0))
 
 
 def test_steps_that_are_not_recorded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "no_unsplit_reason", lambda _: "")
     with pytest.raises(ModelLoadError, match="strict_tile_tokens: 0 needs recorded steps: set executor: graphs"):
-        build_target(source(), BackendOptions(strict_tile_tokens=0))
+        build_target(DEMO, BackendOptions(strict_tile_tokens=0))
 
 
 def test_other_products_are_named() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +17,15 @@ from specdec.core.params import LogprobsMode, SamplingParams
 from specdec.core.types import Adapter
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import InProcessService
+from specdec.engine.results import GenerationResult
 from specdec.models.describe import linear_shapes
 from specdec.models.loading import load_tokenizer
 from specdec.models.lora import slots
 from specdec.models.lora.slots import LoRAConfig
-from specdec.receipts.format import LOGPROB_STRIDE, Receipt
-from specdec.receipts.replay import EngineRerun, first_differences
 from tests.specdec.adapters import write_adapter
 from tests.specdec.engine.features import PROMPTS, demo
 from tests.specdec.engine.pairs import Case, Output, collect, deliver, start
 from tests.specdec.engine.schemas import grammar_of
-from tests.specdec.receipts import answers
 from tests.thorough.engine.test_adapters import AtOnce
 from tests.thorough.engine.test_structured import PERSON
 
@@ -82,11 +81,20 @@ def test_nothing_depends_on_drafts_or_on_others(
 STRICT = replace(OPTIONS, max_num_seqs=256)
 
 
-def replays(receipt: Receipt, engine: SpeculativeEngine) -> bool:
-    """Whether an engine gives the receipt's tokens, and its log probabilities to the last bit."""
-    rerun = EngineRerun(engine)
-    told = [tuple(logprobs[::LOGPROB_STRIDE]) for _, logprobs in rerun.outputs(receipt)]
-    return first_differences(receipt, rerun) == [] and told == [choice.logprobs for choice in receipt.choices]
+def make_engine(draft: str | None = "draft", options: BackendOptions = STRICT, **others: Any) -> SpeculativeEngine:
+    target = replace(demo("target"), dtype="bfloat16")
+    source = replace(demo(draft), dtype="bfloat16") if draft is not None else None
+    return SpeculativeEngine.from_pretrained(target, source, options=options, **others)
+
+
+def answers(engine: SpeculativeEngine) -> list[GenerationResult]:
+    prompts = [engine._tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
+    return engine.generate_batch(prompts, SamplingParams(logprobs=0), seed=1, max_tokens=12)
+
+
+def bits(engine: SpeculativeEngine) -> list[tuple[object, object]]:
+    """Tokens, and their log probabilities to the last bit."""
+    return [(result.token_ids, result.logprobs) for result in answers(engine)]
 
 
 @contextmanager
@@ -101,8 +109,8 @@ def threads(count: int) -> Iterator[None]:
 
 def test_log_probabilities_are_those_of_a_plain_forward() -> None:
     """Of tokens drafted among others, and of the same text read as a prompt: the same bits."""
-    engine = answers.make_engine(answers.source("bfloat16"), options=STRICT)
-    prompts = [engine._tokenizer.encode(prompt) for prompt in answers.PROMPTS]
+    engine = make_engine()
+    prompts = [engine._tokenizer.encode(prompt) for prompt in PROMPTS]
     results = engine.generate_batch(prompts, SamplingParams(logprobs=5, top_p=0.9), seed=2, max_tokens=24)
     assert engine.stats.num_accepted_tokens > 20
     for prompt, result in zip(prompts, results, strict=True):
@@ -111,20 +119,18 @@ def test_log_probabilities_are_those_of_a_plain_forward() -> None:
         assert whole.prompt_logprobs[len(prompt) :] == result.logprobs
 
 
-def test_a_receipt_is_replayed_by_any_engine_of_its_contract() -> None:
-    """Another one, with other drafts, threads, caches and neighbors: the same bits."""
-    target = answers.source("bfloat16")
+def test_any_engine_of_a_contract_gives_the_same_bits() -> None:
+    """With other drafts, threads, caches and neighbors."""
     with threads(1):
-        first = answers.make_engine(target, options=STRICT)
-        receipt = answers.answer(first, answers.PROMPTS[:3], max_tokens=12, dtype="bfloat16")
-        assert replays(receipt, first), "its prompts are cached"
-        assert replays(receipt, answers.make_engine(target, options=STRICT, num_speculative_tokens=7))
-        assert replays(receipt, answers.make_engine(target, draft=False, options=STRICT, ngram=NgramOptions(3)))
-    plain = answers.make_engine(target, draft=False, options=STRICT)
+        first = make_engine()
+        expected = bits(first)
+        assert bits(first) == expected, "its prompts are cached"
+        assert bits(make_engine(num_speculative_tokens=7)) == expected
+        assert bits(make_engine(None, ngram=NgramOptions(3))) == expected
+    plain = make_engine(None)
     for count in (2, 3):
         with threads(count):
-            assert replays(receipt, plain), count
-    other = replace(STRICT, max_num_seqs=3, max_num_batched_tokens=24, block_size=16)
-    small = answers.make_engine(target, options=other)
-    small.generate(receipt.prompts[2] + receipt.choices[2].token_ids, max_tokens=5)
-    assert replays(receipt, small), "in chunks, and few at once"
+            assert bits(plain) == expected, count
+    small = make_engine(None, replace(STRICT, max_num_seqs=3, max_num_batched_tokens=24, block_size=16))
+    small.generate([*small._tokenizer.encode(PROMPTS[2]), *answers(first)[2].token_ids], max_tokens=5)
+    assert bits(small) == expected, "in chunks, and few at once"

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from specdec.core.messages import SEVERAL_CONTRACTS
 from specdec.models.loading import LoadedModel
 
 Contract = dict[str, str]
 
 STRICT_VERSION = 2
 """Counts what changes bits of ``exactness: strict``: shapes of passes and of attention, the order of sums."""
-
-
-NO_CONTRACT = {"void": "its tokens were decided by several contracts"}
-"""In place of the contract of an answer of which not all was decided by one."""
 
 
 def numeric_contract(
@@ -73,25 +67,3 @@ def loaded_contract(loaded: LoadedModel, quantization: str = "none", strict_tile
 def contract_text(contract: Contract) -> str:
     """A contract as targets name it: equal for equal ones alone."""
     return json.dumps(contract, sort_keys=True)
-
-
-def told_contract(texts: Iterable[str]) -> Contract:
-    """The contract of an answer whose choices were decided by contracts as targets named them; empty where none did."""
-    told = set(texts) - {""}
-    if not told:
-        return {}
-    if len(told) > 1 or SEVERAL_CONTRACTS in told:
-        return NO_CONTRACT
-    contract: Contract = json.loads(told.pop())
-    return contract
-
-
-def contract_difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The first term in which two contracts differ, as a short text; empty where they are equal."""
-    if other == NO_CONTRACT:
-        return NO_CONTRACT["void"]
-    for name in sorted(own.keys() | other.keys()):
-        mine, its = own.get(name, "nothing"), other.get(name, "nothing")
-        if mine != its:
-            return f"{name} is {its} there and {mine} here"
-    return ""
