@@ -169,6 +169,14 @@ MUTANTS = (
         _test("specdec/sampling/test_coupled.py", "test_the_run_is_plain_decodings_whatever_the_draft"),
     ),
     Mutant(
+        "A3",
+        "above and below temperature 1 branches are ranked by likelihoods that are too sharp or too flat",
+        "specdec/sampling/acceptance.py",
+        "group.spec.sampling.temperature or 1.0 for group",
+        "1.0 for group",
+        _test("specdec/sampling/test_coupled.py", "test_a_lead_is_worth_as_much_in_logits_at_every_temperature"),
+    ),
+    Mutant(
         "B1",
         "what a published block is kept for is not forgotten when its owner writes into it",
         _BLOCKS,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from specdec.core.params import SamplingParams
-from specdec.sampling.acceptance import walk_drafts
+from specdec.sampling.acceptance import drawn_tokens, walk_drafts
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from tests.sizes import one_of_each
 
@@ -70,3 +71,13 @@ def test_acceptance_is_exact_at_every_length() -> None:
     assert walk_drafts(chosen, groups) == expected
     assert walk_drafts(torch.tensor(chosen), groups) == expected
     assert walk_drafts([], []) == []
+
+
+def test_a_lead_is_worth_as_much_in_logits_at_every_temperature() -> None:
+    """Scores are logits over temperature, or logits with temperature 0: a lead of a logit makes e times likelier."""
+    for temperature in (0.0, 0.5, 2.0):
+        group = RowGroup(make_spec(SamplingParams(temperature=temperature), 1, output_start=1), [5])
+        scores = np.array([[3.0, 2.0]]) / (temperature or 1.0)
+        (drawn,) = drawn_tokens([group], [np.array([7]), np.array([[7, 4]]), scores])
+        assert (drawn.token, drawn.guesses) == (7, (4,))
+        assert drawn.likelihoods == pytest.approx((np.e / (1 + np.e), 1 / (1 + np.e)))
