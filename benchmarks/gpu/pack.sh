@@ -74,8 +74,10 @@ pack ray
 fetch openvino openvino
 (
     cd "$work/openvino-site/openvino"
-    rm -rf libs/libopenvino_{intel_gpu,intel_npu,auto,auto_batch,hetero}_plugin.so libs/*_frontend.so* libs/cache.json \
-        frontend/*/py_*.so include cmake tools
+    # It reads models by its frontend for torch.
+    rm -rf libs/libopenvino_{intel_gpu,intel_npu,auto,auto_batch,hetero}_plugin.so libs/cache.json include cmake tools \
+        libs/libopenvino_{gguf,jax,onnx,paddle,tensorflow,tensorflow_lite}_frontend.so* \
+        frontend/{gguf,jax,onnx,paddle,tensorflow}/py_*.so
 )
 pack openvino
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,8 +94,16 @@ class ServedPair:
     drafter: ModelDrafter
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, sizes: Sizes, report: Report) -> ServedPair:
-        """Load what :meth:`Chain.write` has written, as ``SpeculativeEngine.from_pretrained`` does."""
+    def load(cls, folder: Path, device: torch.device, sizes: Sizes, report: Report, **further: Any) -> ServedPair:
+        """Load what :meth:`Chain.write` has written, as ``SpeculativeEngine.from_pretrained`` does.
+
+        Args:
+            folder: Where it is.
+            device: Of both models.
+            sizes: How much is generated.
+            report: Gets the stages, and whether steps are recorded.
+            further: Fields of :class:`BackendOptions`, of both models.
+        """
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         target, draft = (ModelSource(str(folder / role), dtype=dtype, device=device.type) for role in _ROLES)
         shares = pair_gpu_shares(target, draft)
@@ -106,6 +115,7 @@ class ServedPair:
                 max_draft_tokens=MOST_DRAFT_TOKENS,
                 kv_cache_memory=sizes.kv_cache_memory or "auto",
                 device_share=share,
+                **further,
             )
             for share in shares
         ]

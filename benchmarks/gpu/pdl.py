@@ -1,16 +1,12 @@
-"""Programmatic dependent launches: the steps of a pair with them and without, each in a process of its own.
-
-Inductor and our kernels read the variables when they are imported, so that one process has one answer.
-"""
+"""Programmatic dependent launches: the steps of a pair with them and without, each in a process of its own."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -19,10 +15,14 @@ from benchmarks.gpu.pair import FULL as PAIR_FULL
 from benchmarks.gpu.pair import SMALL as PAIR_SMALL
 from benchmarks.gpu.pair import ServedPair
 from benchmarks.gpu.pair import Sizes as PairSizes
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import MissingError, Report
+from specdec.engine.build import BackendOptions
 
-VARIABLES = ("TORCHINDUCTOR_ENABLE_PDL",)
-LIMIT_S = 150.0
+OPTION = "dependent_launches"
+"""Of :class:`BackendOptions`."""
+_MOST_S = 150.0
+_NEEDED_S = 50.0
+"""For the times of one way."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,15 @@ SMALL = Sizes(PAIR_SMALL, (1,), True)
 
 def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
     """Time the steps in both ways."""
+    if OPTION not in {one.name for one in fields(BackendOptions)}:
+        raise MissingError(f"BackendOptions has no {OPTION}")
     found: dict[str, Mapping[str, float]] = {}
     for value in ("0", "1"):
-        if found and not report.has_time(LIMIT_S / 3, f"steps with {value}"):
+        if found and not report.has_time(_NEEDED_S, f"steps with {OPTION}"):
             return
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.gpu.pdl", folder, *["small"][: int(sizes.is_small)]]
-            environment = os.environ | dict.fromkeys(VARIABLES, value)
-            subprocess.run(
-                command, env=environment, check=True, timeout=min(LIMIT_S, max(1.0, report.left())), stdout=sys.stderr
-            )
+            command = [sys.executable, "-m", "benchmarks.gpu.pdl", folder, value, *["small"][: int(sizes.is_small)]]
+            subprocess.run(command, check=True, timeout=max(1.0, min(report.left(), _MOST_S)), stdout=sys.stderr)
             told = Report(folder=Path(folder))
             told.read()
         found[value] = told.figures
@@ -57,15 +56,15 @@ def run(report: Report, device: torch.device, sizes: Sizes = FULL) -> None:
         report.figure(f"pdl_{name}", found["1"][name], over=found["0"][name])
 
 
-def main(folder: Path, sizes: Sizes) -> None:
+def main(folder: Path, sizes: Sizes, further: Mapping[str, bool]) -> None:
     """Time the steps as this process has them."""
     report, device = Report(folder=folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     of_pair = replace(sizes.pair, streams=sizes.streams)
     with tempfile.TemporaryDirectory() as name:
         sizes.pair.chain.write(Path(name))
-        pair = ServedPair.load(Path(name), device, of_pair, report)
+        pair = ServedPair.load(Path(name), device, of_pair, report, **further)
     pair.times(report, sizes.streams, of_pair.context + of_pair.num_tokens // 2, of_pair.repeats)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), SMALL if sys.argv[2:] else FULL)
+    main(Path(sys.argv[1]), SMALL if sys.argv[3:] else FULL, {OPTION: sys.argv[2] == "1"})

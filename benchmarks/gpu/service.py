@@ -176,7 +176,8 @@ def compare(
         stats = [stream.stats for stream in last.streams]
         rounds = max(1, sum(one.num_drafts for one in stats))
         accepted = sum(one.num_accepted_tokens for one in stats) / rounds
-        report.say(f"{name}: {accepted:.2f} accepted a round; mean steps: {', '.join(steps)}")
+        num_rounds = sum(one.num_drafts for one in stats)
+        report.say(f"{name}: {accepted:.2f} accepted in {num_rounds} rounds; mean steps: {', '.join(steps)}")
 
 
 def kill_target(report: Report, runner: Runner, sizes: Sizes, service_pid: int) -> None:
