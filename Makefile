@@ -35,11 +35,12 @@ VERSIONS := 3.11 3.12 3.13
 # The Python to make .venv with, if it is not to be the first that is found: make serve PYTHON=/path/to/python3.12
 PYTHON ?=
 
-.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-vllm-engine test-vllm-service test-cluster test-clients test-image test-monitoring test-gpu test-versions \
+.PHONY: help setup setup-vllm serve demo test test-fast test-faults test-vllm test-vllm-engine test-vllm-service test-cluster test-clients test-image test-monitoring test-gpu test-versions \
 	mutants lint check format docs screenshots tables lock dist release-check bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
+	@echo "make demo             the same text with drafts, without, and after a kill: about a minute"
 	@echo "make test-fast        what a developer runs between two changes: no services, some minutes"
 	@echo "make test             the test suite, with services on this machine"
 	@echo "make test-faults      services that are killed and poisoned under load"
@@ -70,6 +71,9 @@ setup-vllm: $(VLLM_READY)
 
 serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
+
+demo: $(SERVE)
+	@$(BIN)/python -m examples.demo
 
 # What starts no service and takes seconds; a bare pytest runs the same (testpaths in pyproject.toml).
 FAST := tests/specdec tests/cluster tests/test_documents.py tests/test_imports.py tests/test_project.py

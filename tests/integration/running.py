@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import psutil
-from openai import OpenAI
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
@@ -73,6 +76,8 @@ class RunningService:
 
     def client(self) -> OpenAI:
         """The official client, pointed at the service."""
+        from openai import OpenAI  # make demo runs without the tools for tests
+
         return OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=120, max_retries=0)
 
     def children(self) -> list[psutil.Process]:
