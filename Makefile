@@ -270,7 +270,7 @@ $(TOOLS): | $(BIN)/python
 
 $(LINT): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "[setup] ruff and import-linter"
-	@$(BIN)/python -m venv $(VENV)/lint
-	@$(VENV)/lint/bin/$(PIP_INSTALL) --constraint constraints.txt ruff import-linter
+	@$(BIN)/python -m venv --without-pip $(VENV)/lint
+	@$(BIN)/python -m pip --python $(VENV)/lint/bin/python install --disable-pip-version-check --no-input --constraint constraints.txt ruff import-linter
 	@rm -f $(VENV)/lint/.ready-*
 	@touch $@
