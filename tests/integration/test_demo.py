@@ -14,7 +14,7 @@ from tests.integration.running import ROOT
 
 def test_the_demo_shows_the_same_texts_and_leaves_with_0() -> None:
     command = [sys.executable, "-m", "examples.demo"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     table = done.stdout.partition("Act 3")[2].splitlines()
     assert sum(line.endswith("  same text") for line in table) == len(PROMPTS) + 1
