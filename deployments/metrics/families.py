@@ -253,7 +253,7 @@ REPORTED = [
     _counter(
         _TARGET,
         "num_failed_draft_steps",
-        "Failed steps of a draft model in the target's process; they cost no token.",
+        "Failed steps of a draft model or of heads in the target's process; they cost no token.",
         name="failed_draft_steps",
     ),
     _counter(_TARGET, "num_forbidden_draft_tokens", "Draft tokens that a grammar forbids, none of which is verified."),

@@ -113,7 +113,7 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
         tasks = self._tasks(sequences)
         self._num_waiting = 0
         drafting = list({sequence.seq: sequence for sequence, _, _, _ in tasks}.values())
-        worked = any(self._draft(batch, tasks) for batch in self._groups.batches(drafting))
+        worked = self._groups.step(drafting, lambda batch: self._draft(batch, tasks))
         if not worked:
             self._backend.rest()
         for sequence in sequences:

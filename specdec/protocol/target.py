@@ -101,12 +101,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         )
         self._num_waiting = 0
         self._reading = Reading()
-        worked = False
-        for batch in self._groups.batches(sequences):
-            if self._awaits_ack(batch, now_s):
-                break  # nothing is done until it comes: its arrival wakes whoever drives this machine
-            if worked := self._verify(batch, now_s):
-                break
+        worked = self._groups.step(sequences, lambda batch: self._verify(batch, now_s))
         self._repeat(now_s)
         if worked:
             self.counters.num_steps += 1
@@ -143,25 +138,24 @@ class TargetMachine(WorkerMachine[TargetSequence]):
     def _credit(self, sequence: TargetSequence) -> int:
         return sequence.acked + self._times.max_unacked_tokens - len(sequence.log)
 
-    def _awaits_ack(self, sequences: Sequence[TargetSequence], now_s: float) -> bool:
-        """Whether everybody waits for a router to learn that these sequences are about to be tried.
+    def _announce(self, sequences: Sequence[TargetSequence], now_s: float) -> bool:
+        """Whether a router still has to learn that some of these sequences are about to be tried.
 
         Before suspects are tried their router hears of it by verdicts without tokens, and acknowledges them: if this
-        process dies after it, it was with them alone. Nobody else has a step meanwhile, unless that takes long.
+        process dies before it, it was not of them. The others go on meanwhile.
         """
-        unknown = _unknown(sequences)
+        unknown = [sequence for sequence in sequences if not sequence.is_cleared]
         for sequence in unknown:
-            sequence.announced_s = min(sequence.announced_s, now_s)
             if now_s >= sequence.sent_s + self._times.retry_interval_s:
                 self._send_verdict(sequence, now_s)
-        return bool(unknown) and now_s < unknown[0].announced_s + self._times.retry_interval_s
+        return bool(unknown)
 
     def _verify(self, sequences: Sequence[TargetSequence], now_s: float) -> bool:
         """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
 
         Sequences of which a router has not acknowledged that they are tried have none.
         """
-        if _unknown(sequences):
+        if self._announce(sequences, now_s):
             return False
         deciding: list[TargetSequence] = []
         jobs: list[VerifyJob] = []
@@ -565,8 +559,3 @@ def _provenance(source: str, num_accepted: int, count: int, num_places: int) -> 
 def _may_have_draft(job: VerifyJob) -> bool:
     """Whether a draft may be verified with a job: its own, or what its grammar forces."""
     return bool(job.draft) or (job.room > 0 and job.spec.sampling.grammar is not None)
-
-
-def _unknown(sequences: Sequence[TargetSequence]) -> list[TargetSequence]:
-    """Suspects whose router does not know yet that they are about to be tried."""
-    return [sequence for sequence in sequences if not sequence.is_cleared]

@@ -99,7 +99,6 @@ class TargetSequence(WorkerSequence):
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
         is_cleared: Whether its router knows that its group is about to be tried; True where no group was named.
-        announced_s: When that was first sent to its router.
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
@@ -116,7 +115,7 @@ class TargetSequence(WorkerSequence):
     """
 
     __slots__ = (
-        *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
+        *("acked", "ending", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "notes", "offers", "own_draft", "proposed"),
         *("draft_intervals", "draft_trust", "has_long_draft", "opened", "rank", "reason", "round_start"),
         *("token_drafter", "sent_s"),
@@ -129,7 +128,6 @@ class TargetSequence(WorkerSequence):
         self.finish: Finish | None = self.ending.of_log(self.spec.output_start, self.log.tail(self.spec.output_start))
         self.reason = ""
         self.is_cleared = not message.suspects
-        self.announced_s = float("inf")
         self.acked = self.opened = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()

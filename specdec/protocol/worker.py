@@ -213,6 +213,10 @@ MOST_ALONE = 16
 """So many suspects, or fewer, are tried one at a time; more of them in two halves."""
 MOST_ALONE_FAILURES = 2
 """A sequence that has failed alone so often is at fault."""
+READ_IN_A_STEP = 256
+"""Tokens that a step reads of prompts at the least, in all but the smallest services."""
+PATIENT_TRIES = 4
+"""Steps that suspects have between those of others, beside as many as their tokens take to be read."""
 FORGIVEN_TOKENS = 64
 """So many tokens after a failure it is forgotten: what fails in the same place again fails long before."""
 
@@ -242,10 +246,12 @@ class Suspect(Protocol):
     Attributes:
         suspects: Name of the group that it shares steps with; empty while it is not suspected.
         suspected: Groups with the least are tried first.
+        log: All of its tokens.
     """
 
     suspects: str
     suspected: int
+    log: TokenLog
 
 
 S = TypeVar("S", bound=Suspect)
@@ -254,13 +260,16 @@ S = TypeVar("S", bound=Suspect)
 class StepGroups:
     """Which sequences of a worker may share a step. Sequences under suspicion share one with their own group only.
 
-    A group is tried before all others, and until each of its sequences has taken a step. After it the others have a
-    step, before the next group has one.
+    A group is tried until each of its sequences has been decided. That takes many steps if long prompts are read again,
+    so the others have every second step. But where memory is short, their steps may take what the group has read. So a
+    group that takes longer than it should has its steps in a row.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        self._others_first = False
+        self._is_others_turn = False
+        self._tried = ""
+        self._num_tries = 0
 
     def suspect(self, sequence: Suspect, name: str = "") -> None:
         """Put a sequence into the group of a name; into one of its own where that is empty."""
@@ -283,7 +292,30 @@ class StepGroups:
         """A sequence has taken a step."""
         if sequence.suspects:
             sequence.suspects = ""
-            self._others_first = True
+            self._num_tries = 0
+
+    def step(self, sequences: Sequence[S], try_step: Callable[[Sequence[S]], bool]) -> bool:
+        """Have a step of those whose turn it is, or of the next ones where these can do nothing.
+
+        Args:
+            sequences: All that may go on.
+            try_step: A step of some of them. False if nothing was done in it.
+
+        Returns:
+            Whether a step did anything.
+        """
+        for batch in self.batches(sequences):
+            name = batch[0].suspects if batch else ""
+            if try_step(batch):
+                self._is_others_turn = bool(name) and self._may_pause(name, batch)
+                return True
+        return False
+
+    def _may_pause(self, name: str, group: Sequence[Suspect]) -> bool:
+        """Whether the others have a step before a group, which has had one, has its next."""
+        self._num_tries = 1 + (self._num_tries if name == self._tried else 0)
+        self._tried = name
+        return self._num_tries <= PATIENT_TRIES + sum(len(one.log) for one in group) // READ_IN_A_STEP
 
     def batches(self, sequences: Sequence[S]) -> Iterable[Sequence[S]]:
         """What the next step may take; each only if those before it found no room, or there is nothing in them."""
@@ -295,11 +327,10 @@ class StepGroups:
             (sequence for sequence in sequences if sequence.suspects), key=lambda sequence: sequence.suspected
         ).suspects
         group = [sequence for sequence in sequences if sequence.suspects == name]
-        first, second = (others, group) if self._others_first else (group, others)
-        self._others_first = False
+        first, second = (others, group) if self._is_others_turn else (group, others)
         if first:
             yield first
-        if first is group:  # it found no room: another one may
+        if first is group:  # it found no room, or its router does not know of it: another one may go on
             for sequence in group:
                 self.suspect(sequence, name)
         yield second

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from msgspec import structs
 
@@ -13,7 +15,7 @@ from specdec.protocol import worker
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import MOST_ALONE, apart
-from tests.specdec.protocol.test_target import TIMES, Oracle, open_message
+from tests.specdec.protocol.test_target import TIMES, TRUE, Oracle, open_message
 
 
 class Faulty(Oracle):
@@ -69,7 +71,7 @@ def test_a_suspect_with_a_draft_of_its_backend_is_tried_without_it_first():
     backend.own = None
     for _ in range(3):
         machine.step(0.0)
-    assert keys(machine) == [("a", "b", "c"), ("b",), ("b",), ("a", "c")]
+    assert keys(machine) == [("a", "b", "c"), ("b",), ("a", "c"), ("b",)]
     assert ends(machine) == {"b": ("error", "its hook raised")}
     assert machine.metrics()["num_suspects"] == 2
 
@@ -118,35 +120,101 @@ def test_one_of_many_is_found_by_halves():
     assert all(sequence.suspects == "" for sequence in machine._sequences)
 
 
-def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
+def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_once_its_router_knows():
     machine = machine_of(Oracle(), "ab")
     for name in "cd":
         machine.receive(structs.replace(open_message(seq=name, plan=Plan(0)), suspects="R/1"), 0.0)
     machine.step(0.0)
-    announced = machine.take_outbox()["R"]
+    announced = [message for message in machine.take_outbox()["R"] if message.seq in "cd"]
     assert [(message.seq, message.tokens, message.finish) for message in announced] == [
         ("c", (), None),
         ("d", (), None),
     ]
     machine.step(0.0)
-    assert keys(machine) == [], "the router does not know yet"
+    assert keys(machine) == [("a", "b")] * 2, "the router does not know yet"
     for message in announced:
         machine.receive(Ack(message.seq, message.epoch, message.prefix_hash.length), 0.0)
     for _ in range(2):
         machine.step(0.0)
-    assert keys(machine) == [("c", "d"), ("a", "b", "c", "d")]
+    assert keys(machine)[2:] == [("c", "d"), ("a", "b", "c", "d")]
 
 
-def test_while_a_router_says_nothing_of_its_suspects_the_others_go_on_after_a_moment():
-    machine = machine_of(Oracle(), "ab")
+def test_suspects_alone_do_nothing_until_their_router_knows():
+    machine = machine_of(Oracle(), "")
     opening = open_message(seq="c", plan=Plan(0))
     machine.receive(structs.replace(opening, suspects="R/1"), 0.0)
     for i in range(10):
         assert not machine.step(0.01 * i * TIMES.retry_interval_s), "or it would be driven without a pause"
     assert keys(machine) == []
     assert machine.counters.num_steps == 0
-    assert machine.step(TIMES.retry_interval_s)
-    assert keys(machine) == [("a", "b")]
+    assert len(machine.take_outbox()["R"]) == 1
+
+
+class Reads(Oracle):
+    """Reads one token of a prompt in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_read = Counter()
+
+    def _decide(self, job):
+        self.num_read[job.key] += 1
+        is_read = self.num_read[job.key] >= len(job.log)
+        return super()._decide(job) if is_read else Verification(Status.PREFILLING)
+
+
+@pytest.mark.parametrize("names", ["c", "cde"])
+def test_while_suspects_are_read_again_the_others_have_every_second_step(names, monkeypatch):
+    monkeypatch.setattr(worker, "READ_IN_A_STEP", 1)
+    backend = Reads()
+    machine = machine_of(backend, "ab")
+    for _ in range(3):
+        machine.step(0.0)
+    for name in names:
+        opening = open_message(seq=name, output=TRUE[:7], plan=Plan(0), max_tokens=16)
+        machine.receive(structs.replace(opening, suspects=f"R/{name}"), 0.0)
+    machine.take_outbox()
+    backend.batches.clear()
+    gap, most = 0, 0
+    for _ in range(200):
+        for message in machine.take_outbox().get("R", []):
+            machine.receive(Ack(message.seq, message.epoch, message.prefix_hash.length), 0.0)
+        sequences = {sequence.seq: sequence for sequence in machine._sequences}
+        if all(len(sequences[name].log) > 9 for name in names):
+            break
+        before = len(sequences["a"].log)
+        machine.step(0.0)
+        has_gone_on = len(sequences["a"].log) > before or sequences["a"].finish is not None
+        gap = 0 if has_gone_on else gap + 1
+        most = max(most, gap)
+    assert most == 1
+    assert next(batch for batch in keys(machine) if "c" in batch) == ("c",)
+
+
+def test_suspects_whose_tokens_are_lost_in_each_step_of_others_have_steps_in_a_row():
+    class Small(Oracle):
+        """Has room for those of one step; a prompt takes three steps."""
+
+        def verify(self, jobs):
+            self.num_read = Counter({job.key: self.num_read[job.key] + 1 for job in jobs})
+            return super().verify(jobs)
+
+        def _decide(self, job):
+            is_read = self.num_read[job.key] >= 3 or job.key != "c"
+            return super()._decide(job) if is_read else Verification(Status.PREFILLING)
+
+    backend = Small(true=TRUE * 10)
+    backend.num_read = Counter()
+    machine = machine_of(backend, "")
+    for name in "abc":
+        machine.receive(open_message(seq=name, plan=Plan(0), max_tokens=90), 0.0)
+    machine._groups.divide([sequence for sequence in machine._sequences if sequence.seq == "c"])
+    for _ in range(20):
+        machine.step(0.0)
+        for sequence in machine._sequences:
+            sequence.acked = len(sequence.log)
+    assert keys(machine)[:4] == [("c",), ("a", "b")] * 2
+    assert min(len(sequence.log) for sequence in machine._sequences) > 4
 
 
 def test_suspects_that_find_no_room_leave_the_step_to_others():
