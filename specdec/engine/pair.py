@@ -39,7 +39,7 @@ class _Sequence:
         tokens: Committed tokens, and what was drafted after them.
         agreed: How many of them its last job had.
         is_decoding: Whether the target decided it in its last step: before that nothing is drafted.
-        is_suspect: Whether a draft step failed that it was in.
+        is_suspect: Whether a draft step failed that it was in, or a step of the target that verified its draft.
         is_barred: Whether nothing more is drafted for it.
     """
 
@@ -119,7 +119,8 @@ class PairedTarget:
 
     A job says how much may be drafted for it (``VerifyJob.most_own``). Nothing is drafted for a sequence before its
     first token, or while it is read again: the draft model reads its prompt after that, a chunk beside each pass of
-    those that draw. What goes wrong in the draft model costs drafts, and no token.
+    those that draw. What goes wrong in the draft model, or in a step that verifies
+    its drafts, costs drafts, and no token.
 
     Args:
         target: Decides.
@@ -165,6 +166,40 @@ class PairedTarget:
         """Draft, and verify; see :meth:`specdec.core.backends.TargetBackend.verify`."""
         drafting, unread = self._drafting(jobs)
         drafts = _drafts_of(drafting)
+        try:
+            results = self._verify_drafts(jobs, drafts, unread)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            if not drafts:
+                raise
+            self._contain(drafting, error, [one for one in drafting if one.place in drafts])
+            for job in jobs:
+                self._target.release(job.key)
+            drafting, drafts, unread = [], {}, None
+            results = self._target.verify(jobs)
+        finally:
+            self._drafter.rest()
+        for one in drafting:
+            if results[one.place].num_drafted:
+                one.sequence.is_suspect = False
+        if unread is not None:
+            # Nothing is left of one that had no finite numbers, though as many tokens were verified.
+            known = _drafts_of(drafting)
+            drafts = {place: known.get(place, Draft(source="chain")) for place in drafts}
+        for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            if place in drafts and not result.is_forced and result.status in (Status.DECIDED, Status.SUSPECT):
+                results[place] = result._replace(own=drafts[place])
+            if result.status is Status.DECIDED:
+                self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
+            elif job.key in self._sequences:
+                self._sequences[job.key].is_decoding = False
+        return results
+
+    def _verify_drafts(
+        self, jobs: Sequence[VerifyJob], drafts: dict[int, Draft], unread: UnreadProposals | None
+    ) -> list[Verification]:
+        """A step of the target with some drafts in the place of the jobs' own."""
         if drafts:
             jobs = [
                 job._replace(
@@ -177,23 +212,9 @@ class PairedTarget:
                 else job
                 for place, job in enumerate(jobs)
             ]
-        try:
-            results = self._target.verify(jobs)
-            if unread is not None:
-                unread.read()  # where the target has come to none of them
-        finally:
-            self._drafter.rest()
+        results = self._target.verify(jobs)
         if unread is not None:
-            # Nothing is left of one that had no finite numbers, though as many tokens were verified.
-            known = _drafts_of(drafting)
-            drafts = {place: known.get(place, Draft(source="chain")) for place in drafts}
-        for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
-            if place in drafts and not result.is_forced and result.status in (Status.DECIDED, Status.SUSPECT):
-                results[place] = result._replace(own=drafts[place])
-            if result.status is Status.DECIDED:
-                self._sequences.setdefault(job.key, _Sequence()).is_decoding = True
-            elif job.key in self._sequences:
-                self._sequences[job.key].is_decoding = False
+            unread.read()  # where the target has come to none of them
         return results
 
     def _drafting(self, jobs: Sequence[VerifyJob]) -> tuple[list[_Drafting], UnreadProposals | None]:
@@ -210,7 +231,6 @@ class PairedTarget:
         unread = self._draw(sound, may_stay)
         if suspect is not None:
             self._draw([suspect])
-            suspect.sequence.is_suspect = not suspect.drawn
         return wanted, unread
 
     def _wanted(self, place: int, job: VerifyJob) -> _Drafting | None:
@@ -240,7 +260,7 @@ class PairedTarget:
             except DeviceLostError:
                 raise
             except Exception as error:
-                self._contain(going, error)
+                self._contain(going, error, going)
                 return None
             for one, job in zip(going, jobs, strict=True):
                 one.sequence.agreed = len(job.tokens)
@@ -280,14 +300,18 @@ class PairedTarget:
             one.take_back()
         self._take(going, proposals)
 
-    def _contain(self, drafting: Sequence[_Drafting], error: Exception) -> None:
-        """A draft step has failed: nobody in it has a draft, and one that fails alone has none from now on."""
+    def _contain(self, drafting: Sequence[_Drafting], error: Exception, suspects: Sequence[_Drafting]) -> None:
+        """A step has failed that drafted, or verified drafts: nobody in it has a draft.
+
+        Of those whose drafts may be at fault, one that was under suspicion has none from now on.
+        """
         self._num_failed_steps += 1
-        logger.error("A draft step of %d sequences failed", len(drafting), exc_info=error)
+        logger.error("A step failed that drafted for %d sequences, or verified it", len(drafting), exc_info=error)
         for one in drafting:
             self._drafter.release(one.job.key)
             one.sequence.forget()
             one.drawn.clear()
+        for one in suspects:
             one.sequence.is_barred = one.sequence.is_suspect
             one.sequence.is_suspect = True
 

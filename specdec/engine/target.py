@@ -5,6 +5,7 @@ Log probabilities of a prompt's own tokens, gathered chunk by chunk while it is 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specdec.core.backends import Status, Verification, VerifyJob
 from specdec.core.drafts import NO_DRAFT, Draft
-from specdec.core.errors import NOT_FINITE, reason_of
+from specdec.core.errors import NOT_FINITE, DeviceLostError, reason_of
 from specdec.core.log import TokenLog
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import TokenSequence, followed
@@ -29,10 +30,13 @@ from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import DECIDED, Rank, SequenceStates, prefix_salt, rank_of
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
+from specdec.kernels.device_errors import device_losses, is_out_of_memory
 from specdec.sampling.acceptance import Decision
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import max_slice_rows
+
+logger = logging.getLogger(__name__)
 
 
 class PromptReader:
@@ -129,6 +133,7 @@ class _Known:
         log: What the cached tokens were read from; None before the first step.
         num_read: Up to where.
         run: What was decided after that, in a step that decided.
+        has_heads_off: Whether heads draft nothing for it, because they failed with it.
     """
 
     spec: SequenceSpec
@@ -138,8 +143,11 @@ class _Known:
     log: TokenLog | None = None
     num_read: int = 0
     run: Tokens = ()
+    has_heads_off: bool = False
 
 
+_HEADS_REST_STEPS = 64
+"""So many steps heads draft nothing after they have run out of memory."""
 _MOST_FORCED = 8
 """Most tokens drafted from a grammar alone, where a request does not say how many it takes."""
 _WAITING = Verification(Status.WAITING)
@@ -188,6 +196,8 @@ class ModelTarget(ModelBackend):
         self._num_fallbacks = 0
         self._prompts = PromptReader()
         self._heads = heads
+        self._heads_rest = 0
+        self._num_failed_heads = 0
 
     def metrics(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
@@ -196,6 +206,8 @@ class ModelTarget(ModelBackend):
             figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:
             figures[f"num_fallbacks/{self._runner.no_speculation}"] = float(self._num_fallbacks)
+        if self._heads is not None:
+            figures["num_failed_draft_steps"] = float(self._num_failed_heads)
         return figures
 
     def release(self, key: str) -> None:
@@ -266,8 +278,9 @@ class ModelTarget(ModelBackend):
         for one in (step[number] for number in spoilt):
             # A draft may overflow what the sequence's own tokens do not. It is released next either way.
             results[one.place] = Verification(Status.SUSPECT if one.draft.tokens else Status.FAILED, reason=NOT_FINITE)
-        if self._heads is not None:
+        if self._heads is not None and not self._heads_rest:
             self._draft_next(jobs, step, results, paths)
+        self._heads_rest = max(0, self._heads_rest - 1)
         return results
 
     def _prepare_adapters(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
@@ -487,6 +500,8 @@ class ModelTarget(ModelBackend):
             numbers = range(first, first + len(row.tokens))
             first = numbers.stop
             job, result = jobs[place], results[place]
+            if self._known[job.key].has_heads_off:
+                continue
             if result.status is Status.DECIDED:
                 num_own = len(row.tokens) - len(draft.tokens)
                 kept = paths.get(place, range(result.num_accepted))
@@ -503,9 +518,45 @@ class ModelTarget(ModelBackend):
                 tokens = text[start + 1 : start + 1 + len(read)]
                 rows.append(HeadRow(row.sequence, start, read, tokens, job.spec, text, count))
                 places.append(place)
-        for place, draft in zip(places, self._heads.drafts(self._runner.hidden, rows), strict=True):
+        for place, draft in zip(places, self._head_drafts([jobs[place].key for place in places], rows), strict=True):
             if draft.tokens:
                 results[place] = results[place]._replace(next_draft=draft)
+
+    def _head_drafts(self, keys: Sequence[str], rows: Sequence[HeadRow]) -> list[Draft]:
+        """What heads draft for some sequences. What the step has decided stands, whatever they raise (rule 9).
+
+        If they fail, they are tried with each sequence alone, and are switched off for those that they fail with again.
+        """
+        drafts = self._try_heads(rows)
+        if drafts is not None:
+            return drafts
+        found = [NO_DRAFT] * len(rows)
+        for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+            drafts = self._try_heads([row]) if len(rows) > 1 and not self._heads_rest else None
+            if self._heads_rest:
+                break
+            if drafts is None:
+                self._known[key].has_heads_off = True
+            else:
+                found[i] = drafts[0]
+        return found
+
+    def _try_heads(self, rows: Sequence[HeadRow]) -> list[Draft] | None:
+        """None if the heads have failed. For want of memory, which is nobody's fault, they rest for some steps."""
+        assert self._heads is not None
+        try:
+            with device_losses():
+                return self._heads.drafts(self._runner.hidden, rows)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            self._num_failed_heads += 1
+            logger.error("Heads failed that draft for %d sequences", len(rows), exc_info=error)
+            if is_out_of_memory(error):
+                self._heads_rest = _HEADS_REST_STEPS
+        if self._heads_rest:  # after the block, whose traceback holds the tensors
+            torch.cuda.empty_cache()
+        return None
 
 
 def as_chain(job: VerifyJob) -> VerifyJob:

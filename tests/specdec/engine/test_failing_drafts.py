@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch import Tensor
 
-from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.drafts import Draft
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
 from specdec.drafting.ngram import NgramOptions, Reading
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
+from specdec.engine.pair import PairedTarget
 from specdec.engine.target import ModelTarget
 from tests.specdec.engine.pairs import VOCAB_SIZE, Case, backend, collect, make_model
 
@@ -89,3 +94,100 @@ def test_what_comes_before_a_token_that_the_target_does_not_have_is_verified(pla
     counters = service.target.counters
     assert (counters.num_failed_steps, counters.num_errors) == (0, 0)
     assert counters.num_draft_tokens > counters.num_drafts
+
+
+class FaultyHeads(MedusaHeads):
+    """Raises where it drafts for more sequences than it can."""
+
+    error: BaseException = RuntimeError("a head fails")
+    calls = 0
+    most_rows = 0
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        type(self).calls += 1
+        if len(states[0]) > self.most_rows:
+            raise self.error
+        return super().fuse(states)
+
+
+def served_by(heads: MedusaHeads) -> InProcessService:
+    return InProcessService(backend(ModelTarget, make_model("llama"), heads=(heads, 3, 0)), None, 0)
+
+
+def make_heads(kind: type[MedusaHeads]) -> MedusaHeads:
+    config = make_model("llama").config
+    torch.manual_seed(0)
+    heads: MedusaHeads = kind(HeadsConfig(config.hidden_size, config.vocab_size, 3)).eval().requires_grad_(False)
+    return heads
+
+
+def test_heads_that_raise_are_switched_off_and_what_was_decided_is_delivered(plain: list[list[int]]) -> None:
+    class Faulty(FaultyHeads):
+        pass
+
+    service = served_by(make_heads(Faulty))
+    assert [output.tokens for output in collect(service, CASES)] == plain
+    counters = service.target.counters
+    assert (counters.num_failed_steps, counters.num_suspects, counters.num_errors) == (0, 0, 0)
+    assert counters.num_drafts == 0
+    assert Faulty.calls <= 3 * len(CASES), "they are asked no more"
+
+
+def test_heads_that_fail_in_company_draft_for_each_alone(plain: list[list[int]]) -> None:
+    class Faulty(FaultyHeads):
+        most_rows = 1
+
+    service = served_by(make_heads(Faulty))
+    assert [output.tokens for output in collect(service, CASES)] == plain
+    assert service.target.counters.num_drafts > 0
+
+
+def test_heads_that_run_out_of_memory_rest_and_the_target_keeps_its_budget(plain: list[list[int]]) -> None:
+    class Faulty(FaultyHeads):
+        error = torch.OutOfMemoryError("CUDA out of memory")
+
+    service = served_by(make_heads(Faulty))
+    model_target = service.target._backend
+    outputs = collect(service, CASES)
+    assert [output.tokens for output in outputs] == plain
+    counters = service.target.counters
+    assert (counters.num_failed_steps, counters.num_suspects, counters.num_errors) == (0, 0, 0)
+    assert Faulty.calls == 1
+    assert model_target._scheduler._budget == model_target._scheduler.max_num_batched_tokens
+
+
+class FailsWithDrafts(ModelTarget):
+    """A step fails if it verifies a draft of some sequences."""
+
+    faulty: tuple[int, ...] = ()
+
+    def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        results = super()._verify(jobs)
+        if any(job.draft and job.spec.seed in self.faulty for job in jobs):
+            raise RuntimeError("a kernel that verifies drafts")
+        return results
+
+
+@pytest.mark.parametrize("faulty", [(FAULTY_SEED,), (0, 1, 2, 3)])
+def test_a_pair_whose_drafts_make_steps_fail_goes_on_without_them(
+    faulty: tuple[int, ...], plain: list[list[int]]
+) -> None:
+    class Faulty(FailsWithDrafts):
+        pass
+
+    Faulty.faulty = faulty
+    pair = PairedTarget(backend(Faulty, make_model("llama")), backend(ModelDrafter, make_model("llama")), 3)
+    service = InProcessService(pair, None, 0)
+    assert [output.tokens for output in collect(service, CASES)] == plain
+    counters = service.target.counters
+    assert (counters.num_failed_steps, counters.num_suspects, counters.num_errors) == (0, 0, 0)
+    assert pair.metrics()["num_failed_draft_steps"] == len(faulty) + 1
+    assert (counters.num_drafts > 0) == (len(faulty) < len(CASES))
+
+
+@pytest.mark.parametrize("token", [VOCAB_SIZE, -1, 2**31])
+def test_a_pair_outlives_tokens_that_the_target_does_not_have(token: int, plain: list[list[int]]) -> None:
+    service = InProcessService(PairedTarget(target(), WildDrafter(token), 3), None, 0)
+    assert [output.tokens for output in collect(service, CASES)] == plain
+    counters = service.target.counters
+    assert (counters.num_failed_steps, counters.num_suspects, counters.num_errors) == (0, 0, 0)
