@@ -254,9 +254,12 @@ class IngressMachine:
             self._want(request, now_s)
 
     def _submit(self, request: Request, now_s: float) -> None:
-        """Submit a request to the next router, or end it where none but those of another model stay (rule 14)."""
+        """Submit a request to the next router, or end it where none but those of another model stay (rule 14).
+
+        One that drains is of its own model: the router that takes its place may be there in a second.
+        """
         model = request.spec.model
-        if not self._able_routers(model) and any(model in refused for refused in self._routers.values()):
+        if self._routers and all(model in refused for refused in self._routers.values()):
             finish = request.ended()  # the end that the lost router had sent may be lost, too
             self._finish(request, finish or "error", "" if finish else MODEL_REPLACED)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -34,10 +35,13 @@ from specdec.core.types import UNKNOWN, Fingerprints, Finish
 from specdec.drafting.length.plans import PlanController, Planner, Planning, WorkerKind
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED, NUMERIC_CONTRACT
-from specdec.protocol.leases import LeasedSequences, Outbox, Times, Tracer
+from specdec.protocol.leases import LeasedSequences, Outbox, Times, Tracer, label
 from specdec.protocol.sessions import Quarantine, RouterCounters, Session, WorkerLink
 
+logger = logging.getLogger(__name__)
+
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
+_OTHER_HISTORY = "each time that this sequence was opened again, its target had another history of it"
 
 
 class RouterMachine:
@@ -51,7 +55,8 @@ class RouterMachine:
         planner: Gives each sequence its plan, once; or a controller, which may change it.
         times: The protocol's clock.
         fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
-        max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
+        max_reopens: Most times that a sequence is opened again after failures of its own, and most times in a row
+            because a worker has another history of it (rule 16).
         drafters: Names of the drafters, each with workers of its own: all draft for a sequence (rule 18). The first is
             the one that sequences of the draft model ask.
         keeps_numeric: Whether targets refuse sequences that have begun by another numeric contract (rule 17).
@@ -330,8 +335,10 @@ class RouterMachine:
             return
         before = len(session.log)
         if not self._takes(session, message):
-            self._dispatcher.reopen(session, session.target, "another history", now_s)
+            self._reopen(session, session.target, "another history", now_s)
             return
+        if len(session.log) > before:
+            session.target.num_mismatches = 0
         if message.tokens:
             session.decided_by(message.numeric)
         if message.tokens or message.finish is not None:
@@ -353,6 +360,21 @@ class RouterMachine:
         elif session.sent_length < len(session.log):
             self._send_tokens(session, session.sent_length)
 
+    def _reopen(self, session: Session, link: WorkerLink, why: str, now_s: float) -> None:
+        """Open a session anew on a worker that has another history of it; not without end (rule 16).
+
+        A target that never has the right one ends it with an error. A drafter drafts for it no more.
+        """
+        link.num_mismatches += 1
+        if link.num_mismatches <= self.quarantine.max_reopens:
+            self._dispatcher.reopen(session, link, why, now_s)
+        elif link is session.target:
+            self._finish(session, "error", _OTHER_HISTORY)
+        else:
+            logger.warning("The drafter %s drafts no more for %s: %s", link.worker, label(session), why)
+            self._dispatcher.close(session, link)
+            del session.drafters[link.kind]
+
     def _takes(self, session: Session, message: Verdict) -> bool:
         """Rule 2: append once, and check. False where another life of the target has decided under this epoch."""
         extension = session.log.extend_to(message.base, message.tokens, message.prefix_hash)
@@ -365,6 +387,7 @@ class RouterMachine:
             self.counters.num_dropped_messages += 1
             return
         link.length = min(message.prefix_hash.length, len(session.log))
+        link.num_mismatches = 0
         epoch = session.link_epoch(session.target)
         self._dispatcher.send(session.target, message if message.epoch == epoch else replace(message, epoch=epoch))
 
@@ -382,6 +405,8 @@ class RouterMachine:
                     session.refused_by.add(message.worker)
                 if message.why in ("draining", "model", "numeric"):
                     self._dispatcher.refused(session, link, message.why, now_s)
+                elif message.why == Extension.MISMATCH.value:
+                    self._reopen(session, link, message.why, now_s)
                 else:
                     self._dispatcher.reopen(session, link, message.why, now_s)
 

@@ -156,6 +156,7 @@ class WorkerLink:
         length: Length of the log that the worker is known to have.
         sent: Length up to which it was sent.
         is_replanned: Whether the plan was changed since the worker was given one under this ``n``.
+        num_mismatches: Times in a row that the worker had another history than the session, and got nowhere between.
     """
 
     kind: WorkerKind
@@ -165,6 +166,7 @@ class WorkerLink:
     length: int = 0
     sent: int = 0
     is_replanned: bool = False
+    num_mismatches: int = 0
 
 
 class Session(LeasedSequence):

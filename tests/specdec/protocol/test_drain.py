@@ -142,10 +142,24 @@ def test_a_request_of_a_model_that_no_router_has_any_more_ends():
     machine.start("s", PROMPT, SPEC, 0.0)
     machine.receive(Gone("s", asked(machine)[1], "model"), 0.0)
     assert machine.take_deliveries() == []  # there is another router
-    machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
+    draining, attempt = asked(machine)
+    machine.receive(Gone("s", attempt, "draining"), 0.0)
+    assert machine.take_deliveries() == []  # the next router may be of its model
+    machine.router_lost(draining, 0.0)
     (delivery,) = machine.take_deliveries()
     assert (delivery.finish, delivery.reason) == ("error", MODEL_REPLACED)
     assert len(machine) == 0
+
+
+def test_while_a_router_drains_a_request_waits_for_the_next_one_beside_one_of_another_model():
+    machine = ingress("R0", "R1")
+    machine.start("s", PROMPT, SPEC, 0.0)
+    machine.receive(Gone("s", asked(machine)[1], "model"), 0.0)
+    machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
+    assert machine.take_outbox() == {}
+    machine.router_joined("R2", 1.0)
+    assert asked(machine)[0] == "R2"
+    assert machine.take_deliveries() == []
 
 
 def test_a_request_ends_when_the_only_router_that_comes_is_of_another_model():
@@ -154,6 +168,8 @@ def test_a_request_ends_when_the_only_router_that_comes_is_of_another_model():
     machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
     assert machine.take_deliveries() == []  # it waits for the next router
     machine.router_refused("R1", 0.0)
+    assert machine.take_deliveries() == []
+    machine.router_lost("R0", 0.0)
     (delivery,) = machine.take_deliveries()
     assert (delivery.finish, delivery.reason) == ("error", MODEL_REPLACED)
     machine.router_lost("R1", 0.0)

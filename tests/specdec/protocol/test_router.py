@@ -293,3 +293,39 @@ def test_a_drafter_that_is_lost_leaves_the_other_as_it_is():
     machine.worker_joined("G2", "gpu", 0.0)
     [reopened] = machine.take_outbox().pop("G2")
     assert (reopened.epoch, reopened.output) == (Epoch(1, 1), (0,))
+
+
+def test_a_target_that_always_has_another_history_is_not_opened_without_end():
+    machine = submitted("T0", plan=Plan(0), max_reopens=3)
+    for n in range(3):
+        machine.receive(verdict(1, (1,), whole=(9,), n=n), 0.0)
+        assert machine.take_outbox() == {"T0": [opened(n=n + 1, plan=Plan(0))]}
+    machine.receive(verdict(1, (1,), whole=(9,), n=3), 0.0)
+    sent = machine.take_outbox()
+    assert sent["T0"] == [Close("s", Epoch(1, 3))]
+    (end,) = [message for message in sent["I"] if isinstance(message, End)]
+    assert end.finish == "error"
+    assert "another history" in end.reason
+
+
+def test_a_target_that_goes_on_in_between_may_have_another_history_again():
+    machine = submitted("T0", plan=Plan(0), max_reopens=1)
+    for n in range(4):
+        machine.receive(verdict(n, (n,), n=n), 0.0)
+        machine.receive(verdict(n + 2, (1,), whole=(9,) * 8, n=n), 0.0)
+    sent = machine.take_outbox()
+    assert [message.epoch.n for message in sent["T0"] if isinstance(message, Open)] == [1, 2, 3, 4]
+    assert not any(isinstance(message, End) for message in sent["I"])
+
+
+def test_a_drafter_that_always_has_another_history_drafts_no_more_and_the_sequence_goes_on():
+    machine = submitted("T0", "D0", max_reopens=3)
+    for n in range(4):
+        machine.receive(Resync("D0", "s", Epoch(1, n), P, "mismatch"), 0.0)
+    sent = machine.take_outbox()
+    assert sent == {"D0": [*(opened(n=n) for n in (1, 2, 3)), Close("s", Epoch(1, 3))]}
+    machine.receive(verdict(0, (0,)), 0.0)
+    sent = machine.take_outbox()
+    assert "D0" not in sent
+    assert sent["T0"] == [Ack("s", Epoch(1, 0), P + 1)]
+    assert not any(isinstance(message, End) for message in sent["I"])
