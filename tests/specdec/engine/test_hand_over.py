@@ -229,7 +229,7 @@ def test_a_step_of_the_target_that_fails_leaves_nothing_of_its_drafts(monkeypatc
 
     monkeypatch.setattr(paired._target._runner, "forward", failing)
     assert run(service, cases)[0] == plainly(cases)
-    assert service.target.counters.num_failed_steps == 1
+    assert (service.target.counters.num_failed_steps, paired.metrics()["num_failed_draft_steps"]) == (0, 1)
     assert paired.num_handed > calls[4] > calls[3]
     assert paired._drafter.metrics()["num_cached_sequences"] == 0
 
