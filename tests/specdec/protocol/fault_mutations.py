@@ -1,4 +1,4 @@
-"""Rules 13 to 16, switched off in the real machines; see ``mutations.py``."""
+"""Rules 9 and 13 to 16, switched off in the real machines; see ``mutations.py``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from specdec.core.backends import Proposal
 from specdec.core.messages import Open, Submit
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Quarantine, Session, SuspectGroup
@@ -59,6 +60,23 @@ def failures_of_its_own(patch: pytest.MonkeyPatch) -> None:
                 self._end_with_error(sequence, "it was there")
 
     patch.setattr(TargetMachine, "_contain", blame_all)
+
+
+@mutation
+def no_draft_ends_a_sequence(patch: pytest.MonkeyPatch) -> None:
+    """Rule 9: a step that failed with drafts is tried without them, and is no failure of who was in it."""
+    suspect = TargetMachine._suspect
+
+    def blame(self: TargetMachine, sequences: Sequence[TargetSequence], _: object, reason: str) -> None:
+        suspect(self, sequences, (), reason)
+
+    patch.setattr(TargetMachine, "_suspect", blame)
+
+
+@mutation
+def ids_of_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Rule 9: no id that a draft model names fails a process."""
+    patch.setattr(Proposal, "checked", lambda self: self)
 
 
 @mutation

@@ -15,6 +15,8 @@ from specdec.core.tokens import SharedTokens
 from specdec.core.types import Finish, TokenLogprobs, Tokens
 
 EOS, STOP, VOCAB = 0, 1, 14
+NO_ID = 2**31
+"""No token has this id: it does not fit into 32 bits."""
 PROMPT = (7, 7)
 
 
@@ -47,6 +49,8 @@ class Script:
         poison: What happens to a step that decides its output from position ``poison_from`` on: nothing, an error of
             its own sequence, an error of the step as a whole, or the death of the process.
         draft_poison: The same for steps that draft for it, but for the death.
+        draft_fault: What is wrong with drafts for it: nothing, ``id`` where some hold an id that no token can have, or
+            ``step`` where each step fails that verifies one.
     """
 
     seq: str
@@ -57,6 +61,7 @@ class Script:
     poison: str = ""
     poison_from: int = 0
     draft_poison: str = ""
+    draft_fault: str = ""
 
     @classmethod
     def random(cls, rng: random.Random, seq: str, max_model_len: int) -> Script:
@@ -80,7 +85,8 @@ class Script:
         spec = replace(spec, prediction=SharedTokens(_nearly(true)))
         poison = rng.choice(("",) * 9 + ("sequence", "step", "process"))
         draft_poison = rng.choice(("",) * 9 + ("sequence", "step"))
-        return cls(seq, arrival, spec, true, max_model_len, poison, rng.randint(0, 5), draft_poison)
+        poisons = poison, rng.randint(0, 5), draft_poison
+        return cls(seq, arrival, spec, true, max_model_len, *poisons, _fault_of_drafts(true))
 
     def poisons(self, log: Sequence[int]) -> str:
         """What happens to a step that decides what comes after a log."""
@@ -142,9 +148,11 @@ class ScriptedTarget:
         for job in deciding:
             if self._scripts[job.key].poisons(job.log.tokens) == "process":
                 raise DiesError(job.key)
+        if any(job.draft and self._scripts[job.key].draft_fault == "step" for job in deciding):
+            raise StepError("this step fails with its drafts")
         poisoned = any(self._scripts[job.key].poisons(job.log.tokens) == "step" for job in deciding)
         if poisoned or self._rng.random() < self.failing:
-            if len(jobs) == 1:
+            if len(jobs) == 1 and not jobs[0].draft:
                 self.num_alone[jobs[0].key] += 1
             raise StepError("this step fails")
 
@@ -205,6 +213,8 @@ class DraftModel:
 
     def token(self, seq: str, tokens: Sequence[int]) -> int:
         x = hash((self._seed, tuple(tokens)))
+        if self._scripts[seq].draft_fault == "id" and x % 7 == 0:
+            return NO_ID
         return self._true(seq, tokens) if x % 1000 < self._skill * 1000 else x // 1000 % VOCAB
 
     def poison(self, job: DraftJob) -> str:
@@ -293,6 +303,11 @@ def _nearly(true: Tokens) -> Tokens:
     if rng.random() < 2 / 3:
         return ()
     return tuple(rng.randrange(VOCAB) if rng.random() < 0.1 else token for token in true)
+
+
+def _fault_of_drafts(true: Tokens) -> str:
+    """Of some requests, what is wrong with their drafts; drawn from the output alone."""
+    return random.Random(f"drafts of {true}").choice(("",) * 8 + ("id", "step"))
 
 
 def log_of(tokens: Sequence[int]) -> TokenLog:

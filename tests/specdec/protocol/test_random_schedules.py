@@ -43,7 +43,7 @@ def test_notes_add_up_to_the_targets_counters() -> None:
     num_accepted = 0
     for seed in range(sized(40, 200)):
         world = World(seed)
-        if any(script.poison or script.draft_poison for script in world.scripts.values()):
+        if any(script.poison or script.draft_poison or script.draft_fault for script in world.scripts.values()):
             continue
         world.adversary, world.net.loss, world.net.delay = NOTHING, 0.0, 0.0
         for node in world.nodes.values():

@@ -174,6 +174,8 @@ class World:
                 self.num_deaths[death.seq] += not self.net.is_hostile
                 self._restart(node, is_told=True)
                 continue
+            except OverflowError as error:
+                raise ViolationError("an id that no token can have fails a process") from error
             if isinstance(node.machine, IngressMachine):
                 self.watch.delivered(node.machine.take_deliveries())
             for peer, messages in node.machine.take_outbox().items():
