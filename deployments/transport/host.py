@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import logging
 import queue
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -285,6 +286,11 @@ def _receive(messages: Iterable[Any], machine: Machine, now_s: float) -> None:
         machine.receive(message, now_s)
 
 
+_SWITCH_INTERVAL_S = 2e-4
+"""How long a thread may hold the interpreter while another waits for it. With Python's own 5 ms the thread of a machine
+could wait as long as a step of its model takes once its device is done, while the event loop writes answers."""
+
+
 class WorkerHost(Host[M]):
     """Runs a machine on a thread of its own; ``post`` and ``tell`` may be called from any thread.
 
@@ -309,8 +315,9 @@ class WorkerHost(Host[M]):
         self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. Threads of the process give way to it sooner from then on."""
         self.last_progress_s = time.monotonic()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -156,6 +157,16 @@ async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -
                 host.check(step_timeout_s=0.01)
         finally:
             release.set()
+
+
+async def test_a_machine_that_wakes_waits_less_than_a_millisecond_for_the_interpreter() -> None:
+    sys.setswitchinterval(5e-3)
+    host = WorkerHost(Recorder())
+    try:
+        host.start()
+        assert sys.getswitchinterval() < 1e-3
+    finally:
+        host.stop()
 
 
 async def test_progress_within_a_step_is_no_stall() -> None:
