@@ -146,7 +146,6 @@ def make_step(rows: Sequence[tuple[int, int]], block_size: int, device: torch.de
     place = before[row] + torch.arange(int(counts.sum())) - starts[row]
     width = -(-max(before + count for before, count in rows) // block_size)
     table = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(1)).view(len(rows), width)
-    none = torch.zeros(len(rows))
 
     def int32(values: Tensor) -> Tensor:
         return values.to(device, torch.int32)
@@ -161,8 +160,6 @@ def make_step(rows: Sequence[tuple[int, int]], block_size: int, device: torch.de
         span_row=int32(torch.arange(len(rows))),
         span_start=int32(starts),
         span_count=int32(counts),
-        span_low=int32(none),
-        span_high=int32(none - 1),
     )
 
 

@@ -239,8 +239,6 @@ class Deriver:
         self._lengths = state.tensors["num_computed_tokens"]
         device = self._tables[0].device
         self._count_up = torch.arange(max(shape.max_tokens, shape.max_rows), dtype=torch.int32, device=device)
-        self._no_span = torch.zeros(shape.max_rows + 1, dtype=torch.int32, device=device)
-        self._no_end = self._no_span - 1
         self._no_tree = torch.full((shape.max_tokens,), NO_TREE, dtype=torch.int32, device=device)
         self._no_word = torch.zeros(shape.max_tokens, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)  # of no dimensions it would not widen the result
@@ -293,8 +291,6 @@ class Deriver:
                 span_row=slot,
                 span_start=token_start,
                 span_count=count,
-                span_low=self._no_span,
-                span_high=self._no_end,
             )
             for table in self._tables
         )

@@ -40,6 +40,7 @@ class PagedCache(PromptCache):
         pool: The blocks, in groups.
         states: What recurrent layers keep; None where there are none.
         kernel: The attention kernel that reads the cache.
+        dependent_launches: As for :class:`specdec.kernels.triton.attention.TritonAttention`.
     """
 
     def __init__(
@@ -48,15 +49,16 @@ class PagedCache(PromptCache):
         pool: BlockPool,
         states: StatePool | None = None,
         kernel: str = "gather",
+        dependent_launches: bool = False,
     ) -> None:
         super().__init__()
-        self._write = write_by_operators
+        self._write: Callable[..., None] = write_by_operators
         # Triton's loads are masked: what the step's rows have not written is never read, and may hold anything.
         self._reads_unwritten = kernel != "triton"
         if kernel == "triton":
             from specdec.kernels.triton.attention import write_cache
 
-            self._write = write_cache
+            self._write = partial(write_cache, dependent_launches=dependent_launches)
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._latent: set[int] = set()
         self._states = states

@@ -6,7 +6,7 @@ as a whole. So such a layer gets the blocks of the step's own rows, and attends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -120,6 +120,10 @@ class AttentionContext:
             self._kernels.clear()
         self._is_prepared.clear()
         self._steps = steps
+
+    def slow_reasons(self) -> Iterator[str]:
+        """What keeps the kernels that were made so far from being fast, each once."""
+        yield from dict.fromkeys(filter(None, (getattr(one, "slow_reason", "") for one in self._kernels.values())))
 
     @property
     def block_size(self) -> int:
@@ -254,7 +258,7 @@ class Compacted:
 
 def compact(step: AttentionStep, block_size: int) -> Compacted:
     """The step for layers that expand what they cache. Waits for the device: the blocks must be counted."""
-    is_row = (step.span_row >= 0) & (step.span_count > 0) & (step.span_high < 0)
+    is_row = (step.span_row >= 0) & (step.span_count > 0)
     rows, last = step.span_row[is_row].long(), (step.span_start + step.span_count - 1)[is_row].long()
     table = step.block_table[rows]
     first_place = torch.arange(table.shape[1], device=table.device) * block_size

@@ -114,10 +114,10 @@ class GatherAttention:
         self._step, self._groups = step, {}
         places = step.place.cpu().numpy()
         trees = step.tree_first.cpu().numpy() if self._shape.has_trees else None
-        columns = (values.tolist() for values in (step.span_row, step.span_start, step.span_count, step.span_high))
+        columns = (values.tolist() for values in (step.span_row, step.span_start, step.span_count))
         self._spans = []
-        for row, start, count, high in zip(*columns, strict=True):
-            if row < 0 or not count or high >= 0:
+        for row, start, count in zip(*columns, strict=True):
+            if row < 0 or not count:
                 continue
             place, end = int(places[start]), start + count
             has_tree = trees is not None and trees[end - 1] != NO_TREE

@@ -6,7 +6,7 @@ registry of kernels by name, and the reference in torch.
 A token's keys are summed segment by segment, and the segments lie at absolute positions: the first 8 have
 ``SEGMENT_LENGTH`` keys each, the next 12 twice as many, all others four times as many. Inside a segment keys are taken
 a tile at a time, and the segments' sums are merged in order of position. So a token's output has the same bits alone or
-beside others, drafted or not, with a shared prefix read once or by each row, and in one program or in many.
+beside others, drafted or not, and in one program or in many.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class AttentionShape:
 class AttentionStep:
     """The tokens of a step, on the device; all int32 unless said otherwise.
 
-    The tokens of a row follow one another. A span is a stretch of tokens that read the same blocks in some segments:
-    each row is one, from segment ``span_low`` to the end of what its tokens read. Rows that share a prefix may have one
-    more span in common over their segments before that: it names any of them, and ends at ``span_high``.
+    The tokens of a row follow one another: they are a span.
 
     Attributes:
         block_table: [slots, blocks of the longest sequence]: the block of each stretch of positions.
@@ -104,8 +102,6 @@ class AttentionStep:
         span_row: [S], a row of the block table; -1 for a span that is not there.
         span_start: [S], the first token.
         span_count: [S], how many tokens; 0 too for a span that is not there.
-        span_low: [S], the first segment.
-        span_high: [S], the segment before which the span ends; -1 for a row's own span, which ends with its tokens.
     """
 
     block_table: Tensor
@@ -117,8 +113,6 @@ class AttentionStep:
     span_row: Tensor
     span_start: Tensor
     span_count: Tensor
-    span_low: Tensor
-    span_high: Tensor
 
     def to(self, device: torch.device) -> AttentionStep:
         """The same on another device."""

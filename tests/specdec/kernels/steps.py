@@ -1,4 +1,4 @@
-"""Steps of attention to test by: rows of any lengths in shuffled blocks, with trees, padding and shared prefixes."""
+"""Steps of attention to test by: rows of any lengths in shuffled blocks, with trees and padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specdec.kernels.segmented import NO_TREE, AttentionShape, AttentionStep, num_segments
+from specdec.kernels.segmented import NO_TREE, AttentionShape, AttentionStep
 
 SHAPE = AttentionShape(4, 2, 16, 16, torch.float32, 8, 40, 8, 400, segment_length=16)
 
@@ -31,8 +31,6 @@ class Case:
             span_row=step.row[at],
             span_start=torch.arange(len(at), dtype=torch.int32),
             span_count=torch.ones(len(at), dtype=torch.int32),
-            span_low=torch.zeros(len(at), dtype=torch.int32),
-            span_high=torch.full((len(at),), -1, dtype=torch.int32),
         )
         return replace(self, step=part, queries=self.queries[at])
 
@@ -42,7 +40,6 @@ def make_case(
     rows: list[tuple[int, int]],
     parents: dict[int, list[int]] | None = None,
     padding: int = 0,
-    shared: int = 0,
     seed: int = 0,
 ) -> Case:
     """Rows of (positions before the step, tokens of the step).
@@ -52,23 +49,19 @@ def make_case(
         rows: Of the step.
         parents: Of rows that end with a tree, what each of its tokens follows.
         padding: Tokens after the rows.
-        shared: Whole segments in which all rows read the blocks of the first one.
         seed: Of the numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [before + count for before, count in rows]
     width = -(-max(lengths) // shape.block_size)
     table = (torch.randperm(len(rows) * width, generator=generator) + 1).int().view(len(rows), width)
-    if shared:
-        common = [s for s in range(width * shape.block_size + 1) if num_segments(s, shape.segment_length) == shared]
-        table[:, : max(common) // shape.block_size] = table[0, : max(common) // shape.block_size]
     row: list[int] = []
     place: list[int] = []
     position, first, word = [], [], []
     spans = []
     for i, (before, count) in enumerate(rows):
         tree = (parents or {}).get(i, [])
-        spans.append((i, len(row), count, shared, -1))
+        spans.append((i, len(row), count))
         plain = count - len(tree)
         depth: list[int] = []
         words: list[int] = []
@@ -80,11 +73,9 @@ def make_case(
         position += [*range(before, before + plain), *(before + plain - 1 + d for d in depth)]
         first += [before + plain if tree else NO_TREE] * count
         word += [0] * plain + [w - (1 << 64) if w >> 63 else w for w in words]
-    if shared:
-        spans.append((0, 0, len(row), 0, shared))
     for values, fill in ((row, -1), (place, 0), (position, 0), (first, NO_TREE), (word, 0)):
         values += [fill] * padding
-    spans += [(-1, 0, 0, 0, -1)] * 2
+    spans += [(-1, 0, 0)] * 2
 
     def int32(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -110,7 +101,7 @@ def spread_step(
     for i, (start, past, count) in enumerate(zip(starts, before, counts, strict=True)):
         row[start : start + count] = i
         place[start : start + count] = torch.arange(past, past + count)
-    spans = torch.tensor([[*range(len(starts))], starts, counts, [0] * len(starts), [-1] * len(starts)])
+    spans = torch.tensor([[*range(len(starts))], starts, counts])
     no_tree, no_word = torch.full((num_tokens,), NO_TREE, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64)
     return AttentionStep(table, row, place, place, no_tree, no_word, *spans.int().unbind())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import types
 from dataclasses import replace
@@ -132,38 +133,51 @@ def test_a_token_has_the_same_bits_in_any_company(name: str) -> None:
         assert torch.equal(alone, out[numbers])
 
 
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
 @interpreted
-def test_a_step_of_more_segments_than_are_kept_is_not_split() -> None:
-    case = make_case(SHAPE, [(20, 1), (530, 1)])
-    from specdec.kernels.triton import attention as module
-
-    out = attended(case, PLAIN, split_below=1000)
-    kept, module._MAX_ITEMS = module._MAX_ITEMS, 1
-    try:
-        assert torch.equal(attended(replace(case, shape=replace(SHAPE, max_length=16)), PLAIN, split_below=1000), out)
-    finally:
-        module._MAX_ITEMS = kept
-    torch.testing.assert_close(out.double(), dense(case, PLAIN), atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["plain", "all"])
-@interpreted
-def test_a_shared_prefix_is_read_once_with_the_same_bits(name: str) -> None:
+def test_a_token_has_the_same_bits_however_segments_are_shared_out(name: str) -> None:
+    """A row of 22 segments beside short ones: items of one segment, of some, and of all."""
     from specdec.kernels.triton.attention import TileConfig, TritonAttention
 
-    case = make_case(SHAPE, [(38 + i % 3, 1) for i in range(7)], shared=2)
-    step = case.step
-    is_own = (step.span_high < 0).int()
-    alone = replace(case, step=replace(step, span_row=step.span_row * is_own + is_own - 1, span_low=step.span_low * 0))
-    assert torch.equal(attended(case, LAYERS[name]), attended(alone, LAYERS[name]))
-    items = []
-    for one in (case, alone):
-        kernel = TritonAttention(SHAPE, CPU, TileConfig(16, 16, 4, 2), 2, split_below=1000)
-        kernel.prepare(one.step)
-        kernel.attend(one.queries, one.keys, one.values, PLAIN)
-        items.append(int(kernel._lists[None].counts[0]))
-    # Seven branches of three segments, two of them shared by all: eight tokens fit a tile.
-    assert items == [2 + 7, 7 * 3]
+    rows = [(399, 1), (20, 1), (34, 2)]
+    case = make_case(SHAPE, rows)
+    outs, lists = [], []
+    for split_below in (0, 10, 16, 1000):
+        kernel = TritonAttention(SHAPE, CPU, TileConfig(16, 16, 4, 2), 2, split_below=split_below)
+        kernel.prepare(case.step)
+        outs.append(kernel.attend(case.queries, case.keys, case.values, LAYERS[name]))
+        work = kernel._lists[LAYERS[name].window]
+        num_items = int(work.count)
+        columns = (of[:num_items].tolist() for of in (work.item_tile, work.item_low, work.item_high))
+        lists.append([*zip(*columns, strict=True)])
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    torch.testing.assert_close(outs[0].double(), dense(case, LAYERS[name]), atol=2e-6, rtol=0)
+    if name == "plain":
+        segments = [num_segments(before + count, 16) for before, count in rows]
+        assert segments == [18, 2, 3]
+        assert lists[0] == [(0, 0, 18), (1, 0, 2), (2, 0, 3)]
+        assert lists[1] == [(0, 0, 5), (0, 5, 10), (0, 10, 15), (0, 15, 18), (1, 0, 2), (2, 0, 3)]
+        assert lists[2] == [*((0, low, low + 3) for low in range(0, 18, 3)), (1, 0, 2), (2, 0, 3)]
+        assert len(lists[3]) == sum(segments)
+
+
+@interpreted
+def test_partial_results_of_every_step_have_room() -> None:
+    """However tiles differ, and wherever the share lies; ``_most_parts`` is nearly reached."""
+    from specdec.kernels.triton.attention import _most_parts
+
+    rng, fullest = random.Random(1), 0.0
+    for _ in range(3000):
+        longest, heads, split_below = rng.randint(1, 140), rng.choice((1, 2, 8)), rng.choice((1, 7, 80, 264))
+        num_tiles = rng.randint(1, 80)
+        is_even = rng.random() < 0.5
+        segments = [longest if is_even else rng.randint(1, longest) for _ in range(rng.randint(1, num_tiles))]
+        share = max(1, -(-sum(segments) * heads // split_below))
+        kept = sum(count - share + 1 for count in segments if count > share)
+        room = _most_parts(longest, num_tiles, heads, split_below)
+        assert kept <= room
+        fullest = max(fullest, kept / room)
+    assert fullest > 0.9
 
 
 @interpreted

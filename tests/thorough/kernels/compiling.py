@@ -29,6 +29,7 @@ class Compiled:
 
     Attributes:
         products: The kinds of matrix instructions in it.
+        waits: How many groups of loads may still be under way where it waits for some.
         contracted: Products and sums in one instruction, outside of matrix instructions.
     """
 
@@ -38,6 +39,7 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     products: list[str]
+    waits: set[int]
     contracted: int
 
 
@@ -107,5 +109,6 @@ def examined(kernel: CompiledKernel, capability: int) -> Compiled:
         sum(map(int, spilled)),
         kernel.metadata.shared,
         [name for name, pattern in _PRODUCTS.items() if re.search(pattern, ptx)],
+        {int(count, 0) for count in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)},
         len(re.findall(r"\bfma\.rn\.f32", ptx)),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from specdec.kernels.recurrent import StateTensors
 from specdec.kernels.sample import SampleStep
 from specdec.kernels.scan import DeltaRule, Mamba1, Mamba2, Scan
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
-from specdec.kernels.triton import recurrent
-from specdec.kernels.triton.attention import TritonAttention, write_cache
+from specdec.kernels.triton import attention, recurrent
+from specdec.kernels.triton.attention import TritonAttention, tile_config, write_cache
 from specdec.kernels.triton.product import product
 from specdec.kernels.triton.sample import TritonSampler
 from specdec.sampling.pipeline import Sampler
@@ -34,7 +36,23 @@ SHAPES = {
     "gemma2": (16, 8, 256, 256, BF16),
     "gpt-oss": (64, 8, 64, 64, BF16),
     "float32": (32, 8, 128, 128, FP32),
+    "float32, narrow": (32, 8, 64, 64, FP32),
+    "float32, wide": (16, 8, 256, 256, FP32),
 }
+# What changes how attention is compiled: whether a step may have trees, and what of a layer.
+OPTIONS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "plain": (False, {}),
+    "trees": (True, {}),
+    "window": (False, {"window": 4096}),
+    "softcap": (False, {"softcap": 50.0}),
+    "sinks": (False, {"sinks": torch.empty(64, device=META)}),
+    "all": (True, {"window": 4096, "softcap": 50.0, "sinks": torch.empty(64, device=META)}),
+}
+
+
+def attention_cases() -> list[tuple[str, int, str]]:
+    """Each shape, capability and option at least once; with ``--whole`` all of them."""
+    return one_of_each([*SHAPES], CAPABILITIES, [*OPTIONS, "all"])
 
 
 # Columns, inputs, type.
@@ -56,12 +74,14 @@ def step_of(num_tokens: int, num_rows: int) -> AttentionStep:
 
     tokens = [int32(num_tokens) for _ in range(4)]
     word = torch.empty(num_tokens, dtype=torch.int64, device=META)
-    return AttentionStep(int32(64, 512), *tokens, word, *(int32(num_rows) for _ in range(5)))
+    return AttentionStep(int32(64, 512), *tokens, word, *(int32(num_rows) for _ in range(3)))
 
 
-def launch(shape: AttentionShape, sizes: list[tuple[int, int]], layers: list[AttentionLayer]) -> None:
+def launch(
+    shape: AttentionShape, sizes: list[tuple[int, int]], layers: list[AttentionLayer], dependent: bool = False
+) -> None:
     """Steps of (tokens, rows) through layers."""
-    kernel = TritonAttention(shape, META, num_processors=132)
+    kernel = TritonAttention(shape, META, num_processors=132, dependent_launches=dependent)
     pools = [
         torch.empty(1000, 16, shape.num_kv_heads, dim, dtype=shape.dtype, device=META)
         for dim in (shape.head_dim, shape.value_dim)
@@ -75,23 +95,58 @@ def launch(shape: AttentionShape, sizes: list[tuple[int, int]], layers: list[Att
         keys = torch.empty(shape.num_kv_heads, num_tokens, shape.head_dim, dtype=shape.dtype, device=META)
         product = torch.empty(num_tokens, 3, *pools[1].shape[2:], dtype=shape.dtype, device=META)
         slots = torch.empty(num_tokens, dtype=torch.int64, device=META)
-        write_cache(keys.transpose(0, 1), product[:, 2], *pools, slots)
+        write_cache(keys.transpose(0, 1), product[:, 2], *pools, slots, dependent)
 
 
-@pytest.mark.parametrize(("name", "capability"), one_of_each([*SHAPES], CAPABILITIES))
-def test_attention_spills_nothing(name: str, capability: int) -> None:
-    sinks = torch.empty(SHAPES[name][0], device=META)
-    layers = [AttentionLayer(0.1, window=4096, softcap=50.0, sinks=sinks)]
+@pytest.mark.parametrize(("name", "capability", "options"), attention_cases())
+def test_attention_has_two_buffers_and_spills_nothing(name: str, capability: int, options: str) -> None:
+    has_trees, of_layer = OPTIONS[options]
+    shape = shape_of(name, has_trees)
     with compiled_for(capability) as kernels:
-        launch(shape_of(name), [(16, 16)], layers)
+        launch(shape, [(16, 16)], [AttentionLayer(0.1, **of_layer)])
     for kernel in kernels:
         found = examined(kernel, capability)
-        print(name, capability, found)
+        print(name, capability, options, found)
         assert not found.spilled_bytes, found
         if kernel.name == "_attend":
             assert len(found.products) == (SHAPES[name][4] != FP32), "one kind of matrix instruction"
+            assert max(found.waits) > 0, "keys are loaded while others are used"
+            assert found.shared_bytes <= tile_config(shape).shared_bytes(shape) <= 99 << 10, found
         if kernel.name in ("_attend", "_merge") and SHAPES[name][4] != FP32:
             assert not found.contracted, "products and sums are rounded one by one"
+
+
+def test_one_buffer_is_one_and_a_tile_that_fits_is_taken() -> None:
+    """For a device whose programs may have less shared memory than any has."""
+    shape = shape_of("llama-8b", has_trees=False)
+    best = tile_config(shape)
+    fewer = tile_config(shape, best.shared_bytes(shape) - 1)
+    assert (best.keys, fewer.keys) == (64, 32)
+    assert fewer.has_two_buffers
+    least = tile_config(shape, fewer.shared_bytes(shape) - 1)
+    assert not least.has_two_buffers
+    with compiled_for(90) as kernels, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "tile_config", lambda *_: least)
+        launch(shape, [(16, 16)], [AttentionLayer(0.1)])
+    (attend,) = (kernel for kernel in kernels if kernel.name == "_attend")
+    found = examined(attend, 90)
+    assert found.waits == {0}
+    assert found.shared_bytes <= least.shared_bytes(shape)
+
+
+def test_dependent_launches_wait_first() -> None:
+    """Before anything is read or written: what the kernel before has written may not be there yet."""
+    with compiled_for(90) as kernels:
+        launch(shape_of("llama-8b"), [(16, 16)], [AttentionLayer(0.1, window=64)], dependent=True)
+    assert {kernel.name for kernel in kernels} == {"_make_tiles", "_make_items", "_attend", "_merge", "_write_cache"}
+    for kernel in kernels:
+        assert kernel.metadata.launch_pdl
+        before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait, kernel.name
+        assert not re.search(r"\b(ld|st|atom|cp\.async)\S*\.global", before), kernel.name
+    with compiled_for(90) as kernels:
+        launch(shape_of("llama-8b"), [(16, 16)], [AttentionLayer(0.1, window=64)])
+    assert not any("griddepcontrol" in kernel.asm["ptx"] or kernel.metadata.launch_pdl for kernel in kernels)
 
 
 @pytest.mark.parametrize("name", SHAPES)
