@@ -78,7 +78,7 @@ class HeadChains:
         self._numbers = sent[0]
         self._chooser.begin(sent[1:])
 
-    def choose(self, logits: Tensor, number: int) -> Chosen:
+    def choose(self, logits: Tensor, number: Tensor) -> Chosen:
         """Tokens for the first rows."""
         return self._chooser.choose(logits, number)
 

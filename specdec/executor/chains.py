@@ -3,12 +3,16 @@
 The first pass is a step like others. In each further one a row has a part as long as its chain goes: rows with the
 longest chains come first, so that those that are left are always the first ones. What the device derives from a step's
 input it derives here from the chosen tokens, by the same code.
+
+Chains are recorded by few numbers of passes. A chain of another number is one of those, and more graphs that go on
+with it: how many passes there were, the device counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,14 +60,28 @@ class TokenChooser(Protocol):
         """Take the input, which will be changed in place."""
         ...
 
-    def choose(self, logits: Tensor, number: int) -> Chosen:
+    def choose(self, logits: Tensor, number: Tensor) -> Chosen:
         """Tokens for the first rows.
 
         Args:
             logits: [N, model's vocabulary].
-            number: Of the pass, which is how many tokens stand behind the input's.
+            number: int64 [], of the pass, which is how many tokens stand behind the input's.
         """
         ...
+
+
+class ChainKey(NamedTuple):
+    """What a graph of chains does.
+
+    Attributes:
+        size: Tokens of its first pass.
+        length: Its passes.
+        goes_on: Whether it goes on with the chains of the launch before: then each pass has ``size`` tokens.
+    """
+
+    size: int
+    length: int
+    goes_on: bool = False
 
 
 class ChainsRead(NamedTuple):
@@ -84,7 +102,7 @@ class ChainsRead(NamedTuple):
     scores: NDArray[np.float32]
 
 
-class ChainGraphs(Graphs[tuple[int, int], None]):
+class ChainGraphs(Graphs[ChainKey, None]):
     """Chains by the size of the first pass, in tokens, and their number of passes.
 
     Args:
@@ -93,20 +111,31 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         chooser: Of each pass's tokens.
         limits: What there is to record.
         device: Where all of it is.
+        goes_on: Whether a pass needs nothing of the pass before but its tokens: then a chain may be several graphs.
+            Else it is recorded whole, by powers of two passes up to the longest.
 
     Attributes:
         is_parallel: As in the limits.
     """
 
     def __init__(
-        self, steps: Steps, run_pass: RunPass, chooser: TokenChooser, limits: ExecutorLimits, device: torch.device
+        self,
+        steps: Steps,
+        run_pass: RunPass,
+        chooser: TokenChooser,
+        limits: ExecutorLimits,
+        device: torch.device,
+        goes_on: bool = True,
     ) -> None:
         super().__init__(self._run_chains, device)
         self._steps, self._run_pass, self._chooser = steps, run_pass, chooser
-        sizes = limits.graph_sizes
-        self._lengths, self.is_parallel = limits.chain_lengths, limits.is_parallel
+        self.is_parallel = limits.is_parallel
+        self._goes_on = goes_on and not limits.is_parallel
+        sizes, lengths, most = limits.chain_sizes, limits.chain_lengths, limits.num_chained_passes
+        if not self._goes_on:
+            lengths = tuple(sorted({min(1 << i, most) for i in range(most.bit_length() + 1)}))
         self._num_rows = num_chain_rows(limits)
-        shape = self._lengths[-1], self._num_rows
+        shape = most, self._num_rows
         ranks = (*shape, 1 + limits.num_guesses if limits.num_guesses else 0)
         fields = (
             Field("finite_tokens", (sizes[-1],)),
@@ -116,31 +145,58 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
             Field("scores", ranks, torch.float32),
         )
         self._record_of = Record(Layout(fields), device, depth=1)
-        self._all_keys = [(size, length) for size in sizes for length in self._lengths]
+        # The number of the pass that has chosen last.
+        self._newest = torch.zeros((), dtype=torch.int64, device=device)
+        self._most_passes = most
+        self._all_keys = [ChainKey(size, length) for size in sizes for length in lengths]
+        if self._goes_on:
+            num_rows = sorted({min(size, self._num_rows) for size in sizes})
+            further = (length for length in lengths if length < most)
+            self._all_keys = [*(ChainKey(*key, True) for key in product(num_rows, further)), *self._all_keys]
 
-    def record_all(self) -> str:
+    def record_all(self, is_trial: bool = False) -> str:
         """Record all sizes and lengths; see :meth:`record`."""
         padding = self._chooser.padding()
         sent = self._steps.upload_nothing(padding)
         self._chooser.begin(sent)
-        return self.record(self._all_keys)
+        return self.record(self._all_keys, is_trial)
 
-    def key_for(self, num_tokens: int, num_passes: int) -> tuple[int, int] | None:
-        """The least that holds chains whose first pass has so many tokens; None where none does.
+    def _num_passes(self, key: ChainKey) -> int:
+        return key.length
+
+    def keys_for(self, num_tokens: int, num_passes: Sequence[int]) -> list[ChainKey]:
+        """What holds chains whose first pass has so many tokens, in order of their launches; empty where nothing does.
 
         Args:
             num_tokens: Of the first pass.
-            num_passes: Of the longest chain.
+            num_passes: Of each row that draws, the largest first.
         """
-        return next((key for key in self._keys if key[0] >= num_tokens and key[1] >= num_passes), None)
+        keys, number, most = list[ChainKey](), 0, num_passes[0]
+        while number < most:
+            size = sum(passes > number for passes in num_passes) if keys else num_tokens
+            found = [key for key in self._keys if key.goes_on == bool(keys) and key.size >= size]
+            if self._goes_on:
+                # Of the least size the longest that is not too long.
+                fitting = [key for key in found if key.size == found[0].size and key.length <= most - number][-1:]
+            else:
+                fitting = [key for key in found if key.length >= most][:1]
+            if not fitting:
+                return []
+            keys += fitting
+            number += fitting[0].length
+        return keys
 
     def launch_step(
-        self, key: tuple[int, int], sequences: Sequence[CachedSequence], rows: StepRows, extra: Sequence[NDArray[Any]]
+        self,
+        keys: Sequence[ChainKey],
+        sequences: Sequence[CachedSequence],
+        rows: StepRows,
+        extra: Sequence[NDArray[Any]],
     ) -> None:
         """Put chains, and a copy of what they give, in the device's queue.
 
         Args:
-            key: As :meth:`key_for` gives it.
+            keys: As :meth:`keys_for` gives them.
             sequences: Of each row.
             rows: The first pass, and how many passes each row has a part in.
             extra: The chooser's input.
@@ -148,7 +204,8 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         while self._record_of.num_under_way:
             self._record_of.collect()  # of a step that failed
         self._steps.upload(sequences, rows, None, extra)
-        self.launch(key)
+        for key in keys:
+            self.launch(key)
         self._record_of.download()
 
     def collect(self, rows: StepRows, num_passes: Sequence[int]) -> ChainsRead:
@@ -173,39 +230,58 @@ class ChainGraphs(Graphs[tuple[int, int], None]):
         """Where chains write tokens: int32 [passes, N], until the next ones are launched."""
         return self._record_of.tensors["tokens"]
 
-    def _run_chains(self, key: tuple[int, int]) -> None:
-        size, num_passes = key
+    def _run_chains(self, key: ChainKey) -> None:
+        size = key.size
+        if key.goes_on:
+            self._go_on(size, key.length)
+            return
         given: Tensors = self._steps.staging.tensors
         num_rows, record = min(size, self._num_rows), self._record_of.tensors
+        self._newest.zero_()
         step = self._steps.derive(size)
         if self.is_parallel:
             output = self._run_pass(step, None)
             record["finite_tokens"][:size].copy_(output.finite_tokens)
             first = (step.token_end - given["num_logits"])[:num_rows]
-            for number in range(num_passes):  # of rows that draw fewer any token's logits will do
+            for number in range(key.length):  # of rows that draw fewer any token's logits will do
+                if number:
+                    self._count_pass()
                 at = (first + number).clamp(min=0, max=size - 1)
-                self._choose(output.logits.index_select(0, at), output.finite_logits.index_select(0, at), number)
+                self._choose(output.logits.index_select(0, at), output.finite_logits.index_select(0, at))
             return
         # Rows that draw nothing are beyond those that do: for them any token's logits will do.
         wanted = self._steps.logit_tokens(step, num_rows).clamp(max=size - 1)
         output = self._run_pass(step, wanted)
         record["finite_tokens"][:size].copy_(output.finite_tokens)
-        self._choose(output.logits, output.finite_logits, 0)
-        for number in range(1, num_passes):
-            num_tokens = (given["num_passes"] > number).int()
-            given = {**given, "num_tokens": num_tokens, "tokens": record["tokens"][number - 1]}
-            output = self._run_pass(self._steps.derive(num_rows, given=given), None)
-            self._choose(output.logits, output.finite_tokens & output.finite_logits, number)
+        self._choose(output.logits, output.finite_logits)
+        self._go_on(num_rows, key.length - 1)
 
-    def _choose(self, logits: Tensor, is_finite: Tensor, number: int) -> None:
-        """Write a pass's results."""
-        record, n = self._record_of.tensors, len(logits)
-        chosen = self._chooser.choose(logits, number)
-        record["finite"][number, :n].copy_(is_finite)
-        record["tokens"][number, :n].copy_(chosen.tokens)
+    def _go_on(self, num_rows: int, num_passes: int) -> None:
+        """Further passes, each over the tokens that the one before has chosen."""
+        given, record = self._steps.staging.tensors, self._record_of.tensors
+        for _ in range(num_passes):
+            tokens = record["tokens"].index_select(0, self._newest).view(-1)
+            self._count_pass()
+            num_tokens = (given["num_passes"] > self._newest).int()
+            of_pass = {**given, "num_tokens": num_tokens, "tokens": tokens}
+            output = self._run_pass(self._steps.derive(num_rows, given=of_pass), None)
+            self._choose(output.logits, output.finite_tokens & output.finite_logits)
+
+    def _count_pass(self) -> None:
+        self._newest.add_(1).clamp_(max=self._most_passes - 1)  # graphs that go on are recorded behind no chains
+
+    def _choose(self, logits: Tensor, is_finite: Tensor) -> None:
+        """Write the results of the newest pass."""
+        chosen = self._chooser.choose(logits, self._newest)
+        self._write("finite", is_finite)
+        self._write("tokens", chosen.tokens)
         if chosen.ranked is not None and chosen.scores is not None:
-            record["ranked"][number, :n].copy_(chosen.ranked)
-            record["scores"][number, :n].copy_(chosen.scores)
+            self._write("ranked", chosen.ranked)
+            self._write("scores", chosen.scores)
+
+    def _write(self, name: str, values: Tensor) -> None:
+        to = self._record_of.tensors[name][:, : len(values)]
+        to.index_copy_(0, self._newest.view(1), values.to(to.dtype).unsqueeze(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,5 +314,5 @@ class LaunchedChains:
 
 def num_chain_rows(limits: ExecutorLimits) -> int:
     """Tokens of each pass of chains but the first: as many as there may be rows, or as many as the first has."""
-    step = limits.graph_sizes[0]
-    return min(-(-limits.max_rows // step) * step, limits.graph_sizes[-1])
+    step = limits.chain_sizes[0]
+    return min(-(-limits.max_rows // step) * step, limits.chain_sizes[-1])

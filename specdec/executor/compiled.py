@@ -49,12 +49,18 @@ class CompiledLayers:
     Args:
         model: With its layers in one ``ModuleList``.
         backend: As ``torch.compile`` takes it.
+        dependent_launches: Have Inductor launch each kernel while the one before it still runs.
 
     Raises:
         ValueError: the layers are not found.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: str | Callable[..., Any] = "inductor",
+        dependent_launches: bool = False,
+    ) -> None:
         from torch._dynamo import lookup_backend  # a large part of torch
 
         self._layers = layers_of(model)
@@ -62,6 +68,8 @@ class CompiledLayers:
         _leave_out()
         self._merged = merge(self._layers)
         compiler = share_products(lookup_backend(backend))
+        if dependent_launches:
+            compiler = _with_dependent_launches(compiler)
         for layer in self._layers:
             for module in layer.modules():
                 index = getattr(module, "layer_idx", None)
@@ -90,6 +98,17 @@ class CompiledLayers:
         """Within, the layers run operator by operator."""
         with torch.compiler.set_stance("force_eager"):
             yield
+
+
+def _with_dependent_launches(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``TORCHINDUCTOR_ENABLE_PDL`` does, for one model's layers."""
+    from torch._inductor import config
+
+    def compile_dependent(*arguments: Any, **options: Any) -> Any:
+        with config.patch({"triton.enable_pdl": True}):
+            return compiler(*arguments, **options)
+
+    return compile_dependent
 
 
 @cache

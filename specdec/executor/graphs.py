@@ -7,9 +7,10 @@ graph would compute can be tested there.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -27,11 +28,11 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
 Output = TypeVar("Output")
 
-_SIZES = (16, 32, 64, 128, 256, 512)
-_SIZE_STEP = 256
-"""Beyond those sizes: so that at most a third of a step is padding, in as few graphs as that takes."""
-_CHAIN_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""At most a third of a chain's passes are in vain."""
+_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+_SIZE_STEP = 128
+"""Beyond those sizes. A large step takes time in proportion to its tokens, so that padding costs as much as tokens."""
+_MAX_CHAIN_LENGTH = 8
+"""Of chains that are recorded. The passes of a longer chain are those of several launches."""
 _NUM_WARMUPS = 2
 """Runs before a size is recorded: kernels are compiled and libraries take their workspaces in them."""
 
@@ -47,8 +48,7 @@ class ExecutorLimits:
         max_draft_tokens: Most draft tokens of a row.
         has_trees: Whether drafts may be trees.
         num_extra_words: Room for what goes to the device along with a step; see :meth:`ModelRunner.forward`.
-        num_chained_passes: Most passes of a chain; see :mod:`specdec.executor.chains`. 0 records none. Chains of
-            over 32 are launched pass by pass.
+        num_chained_passes: Most passes of a chain; see :mod:`specdec.executor.chains`. 0 records none.
         num_guesses: Most other tokens that are ranked beside each of a chain.
         is_parallel: Whether all tokens of a chain come of its first pass, as PARD's do: a logit for each is wanted.
     """
@@ -65,9 +65,18 @@ class ExecutorLimits:
 
     @property
     def chain_lengths(self) -> tuple[int, ...]:
-        """Numbers of passes that chains are recorded with, ascending."""
-        most = self.num_chained_passes
-        return tuple(sorted({min(length, most) for length in _CHAIN_LENGTHS})) if most else ()
+        """Numbers of passes that chains are recorded with, ascending: powers of two."""
+        lengths = (1 << i for i in range(_MAX_CHAIN_LENGTH.bit_length()))
+        return tuple(length for length in lengths if length <= self.num_chained_passes)
+
+    @property
+    def chain_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that chains are recorded with, ascending.
+
+        A draft model is small, so that its time hardly depends on padding, and chains are many graphs.
+        """
+        sizes = self.graph_sizes
+        return tuple(size for size in sizes if size.bit_count() == 1 or size == sizes[-1])
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -105,7 +114,7 @@ class Graphs(Generic[Key, Output]):
         device: Where it runs.
 
     Attributes:
-        num_bytes: Memory of the device that recording took.
+        num_bytes: Memory of the device that recording took; after a trial, about what it would take.
     """
 
     def __init__(self, run: Callable[[Key], Output], device: torch.device) -> None:
@@ -114,11 +123,13 @@ class Graphs(Generic[Key, Output]):
         self._keys: tuple[Key, ...] = ()
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Output]] = {}
 
-    def record(self, keys: Sequence[Key]) -> str:
+    def record(self, keys: Sequence[Key], is_trial: bool = False) -> str:
         """Record every key, the largest first: the others find their memory in its pool.
 
         Args:
             keys: What is recorded, the largest last.
+            is_trial: Record the two largest alone and forget them, to see what memory all would take: the first takes
+                what all share, and the second what each further one takes by itself.
 
         Returns:
             Why the model cannot be recorded, for example because it waits for the device; empty if it was.
@@ -128,22 +139,53 @@ class Graphs(Generic[Key, Output]):
             before, _ = torch.cuda.mem_get_info(self._device)
             try:
                 with torch.cuda.device(self._device), torch.inference_mode():
-                    self._record(keys)
-                    for graph, _ in self._graphs.values():
-                        graph.replay()  # takes what memory it still needs, and shows that it can be launched
+                    if is_trial:
+                        self.num_bytes = self._try(keys)
+                    else:
+                        self._record(keys)
+                        for graph, _ in self._graphs.values():
+                            graph.replay()  # takes what memory it still needs, and shows that it can be launched
             except Exception as error:  # of the model's code, a library, or a compiler of kernels
                 logger.info("A step cannot be recorded", exc_info=True)
-                self._graphs.clear()
-                self._forget_kept()
-                torch.cuda.empty_cache()
+                self._forget()
                 return f"its step cannot be recorded: {reason_of(error)}"
+            if is_trial:
+                self._forget()
+                return ""
             torch.cuda.synchronize(self._device)
             self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
         self._keys = tuple(keys)
         return ""
 
-    def _record(self, keys: Sequence[Key]) -> None:
+    def _try(self, keys: Sequence[Key]) -> int:
+        """Memory that all keys take, by that of the two largest."""
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        taken = list[int]()
+        for key in reversed(keys[-2:]):
+            before, _ = torch.cuda.mem_get_info(self._device)
+            self._record([key], stream, pool)
+            self._graphs[key][0].replay()
+            torch.cuda.synchronize(self._device)
+            taken.append(max(0, before - torch.cuda.mem_get_info(self._device)[0]))
+        if len(taken) == 1:
+            return taken[0]
+        num_others = sum(map(self._num_passes, keys[:-1])) / self._num_passes(keys[-2])
+        return taken[0] + round(num_others * taken[1])
+
+    def _num_passes(self, key: Key) -> int:
+        """Passes of the model in a graph, in proportion to which it takes memory of its own."""
+        return 1
+
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._forget_kept()
+        torch.cuda.empty_cache()
+
+    def _record(
+        self, keys: Sequence[Key], stream: torch.cuda.Stream | None = None, pool: tuple[int, int] | None = None
+    ) -> None:
+        stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        pool = pool or torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         for key in reversed(keys):
@@ -153,7 +195,10 @@ class Graphs(Generic[Key, Output]):
             graph, failure = torch.cuda.CUDAGraph(), None
             try:
                 # Other threads of the process may copy and allocate meanwhile.
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                ):
                     try:
                         output = self._keep(self._run(key))
                     except Exception as error:
@@ -239,6 +284,18 @@ def unrecordable(loaded: LoadedModel, kernel: str, states: StatePool | SnapshotP
     if kernel == "gather" and loaded.device.type != "cpu":
         return "its attention kernel reads sizes back"
     return ""
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Within a capture no garbage is collected: to destroy another graph is a call that ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _end_allocation(pool: tuple[int, int]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ from specdec.kernels.gather import GatherAttention, Workspace
 from specdec.kernels.progress import StepProgress
 from specdec.kernels.recurrent import recurrent_kernels
 from specdec.kernels.scan import TokenByToken
-from specdec.kernels.segmented import attention_kernel
+from specdec.kernels.segmented import MakeAttentionKernel, attention_kernel
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.slots import AdapterPool
 from specdec.models.probe import cache_argument
@@ -72,6 +72,8 @@ class ModelRunner(SequenceCache, FiniteRows):
             whatever step it is read; see :mod:`specdec.executor.tiles`. None runs a step as one pass, and so does 0,
             for a model whose products split nothing; see :mod:`specdec.executor.unsplit`. The model's experts are
             computed accordingly from then on.
+        dependent_launches: Launch the kernels of layers while the ones before still run, which saves a part of each
+            launch. For GPUs of compute capability 9.0 and more. The numbers are the same.
 
     Attributes:
         loaded: The model.
@@ -85,7 +87,10 @@ class ModelRunner(SequenceCache, FiniteRows):
         extra: What came along with the newest step's upload; see :meth:`forward`.
         limits: The largest step, where steps are recorded.
         graphs_failure: After :meth:`record_graphs`, why steps are not recorded; empty where they are.
-        compile_failure: After :meth:`record_graphs`, why layers are not compiled; empty where they are.
+        is_recordable: After :meth:`record_graphs`, whether steps of such a model can be recorded: then
+            :attr:`graphs_failure` is a fault.
+        compile_failure: After :meth:`record_graphs`, what kind of model has no compiled layers; empty where they are
+            compiled.
         graphs_bytes: Memory of the device that recorded steps take.
     """
 
@@ -104,6 +109,7 @@ class ModelRunner(SequenceCache, FiniteRows):
         window_blocks: Mapping[int, int] | None = None,
         lookahead_tokens: int = LOOKAHEAD_TOKENS,
         tile_tokens: int | None = None,
+        dependent_launches: bool = False,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -139,6 +145,7 @@ class ModelRunner(SequenceCache, FiniteRows):
         self._adapter_graphs: StepGraphs | None = None
         self._chains: ChainGraphs | None = None
         self.graphs_failure, self.compile_failure, self.graphs_bytes = "", "", 0
+        self.is_recordable, self._is_trial = True, False
         self._layers: CompiledLayers | None = None
         pool = states
         if loaded.recurrent_layers:
@@ -152,12 +159,13 @@ class ModelRunner(SequenceCache, FiniteRows):
         is_fast = pool is not None and has_fast_scans(loaded.model)
         self._recurrence = Recurrence(pool, is_filled_up=tile_tokens is not None, has_fast_scans=is_fast)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
-        self._cache = PagedCache(loaded.attention_layers, self.pool, pool, self._kernel)
+        self._dependent_launches = dependent_launches and self._kernel == "triton"
+        self._cache = PagedCache(
+            loaded.attention_layers, self.pool, pool, self._kernel, dependent_launches=self._dependent_launches
+        )
         self._cache_argument = cache_argument(loaded.model)
         latent = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
-        make_kernel = attention_kernel(self._kernel)
-        if make_kernel is GatherAttention:
-            make_kernel = partial(GatherAttention, workspace=Workspace())
+        make_kernel = _make_kernel(self._kernel, self._dependent_launches)
         self._attention = AttentionContext(make_kernel, self._cache.group_of, latent, self.progress)
 
     @property
@@ -180,6 +188,11 @@ class ModelRunner(SequenceCache, FiniteRows):
     def is_recorded(self) -> bool:
         """Whether steps have fixed sizes; see :meth:`record_graphs`."""
         return self._graphs is not None
+
+    @property
+    def slow_reasons(self) -> Iterator[str]:
+        """Why attention is slower on this device than on others, of steps that were run."""
+        return self._attention.slow_reasons()
 
     @property
     def no_speculation(self) -> str | None:
@@ -280,12 +293,12 @@ class ModelRunner(SequenceCache, FiniteRows):
         extra: Sequence[NDArray[Any]],
     ) -> LaunchedChains | None:
         """As :meth:`launch_chains`, of what is laid out; nothing of the sequences changes here."""
-        key = None if self._chains is None else self._chains.key_for(len(own.tokens), num_passes[0])
-        if self._chains is None or key is None:
+        keys = [] if self._chains is None else self._chains.keys_for(len(own.tokens), num_passes)
+        if self._chains is None or not keys:
             return None
         self._prepare_blocks()
         with self._steps.sent_anew_on_failure():
-            self._chains.launch_step(key, sequences, own, extra)
+            self._chains.launch_step(keys, sequences, own, extra)
         return LaunchedChains(self._chains, own, num_passes)
 
     def set_tokens(self, sequence: CachedSequence, start: int, tokens: Sequence[int]) -> None:
@@ -450,17 +463,23 @@ class ModelRunner(SequenceCache, FiniteRows):
         with self._functions, adapted:
             return self._run(steps, step, None)
 
-    def record_graphs(self, limits: ExecutorLimits, backend: str | Callable[..., Any] | None = None) -> None:
+    def record_graphs(
+        self, limits: ExecutorLimits, backend: str | Callable[..., Any] | None = None, *, is_trial: bool = False
+    ) -> None:
         """Record steps of all sizes, so that each is one launch on a GPU; see :class:`StepGraphs`.
 
         From then on no step may be larger than ``limits``. Where the model cannot be recorded, :attr:`graphs_failure`
-        says why, and nothing changes. Layers are compiled first, where that is possible.
+        says why, and nothing changes. Layers are compiled first, where the model is of a kind for that; if the compiler
+        fails, nothing is recorded.
 
         Args:
             limits: The largest step.
             backend: What compiles the layers; None does not compile them.
+            is_trial: See what memory that takes, in :attr:`graphs_bytes`, and with :meth:`record_chains` likewise: the
+                runner can run no step then.
         """
         self.graphs_failure = unrecordable(self.loaded, self._kernel, self.states)
+        self.is_recordable, self._is_trial = not self.graphs_failure, is_trial
         if self.graphs_failure:
             return
         may_adapt = self.loaded.adapters is not None and self.tile_tokens is None
@@ -471,14 +490,13 @@ class ModelRunner(SequenceCache, FiniteRows):
         graphs, adapted = (
             StepGraphs(partial(self._run_padded, steps, own), self.loaded.device) for own in (False, True)
         )
-        self.graphs_failure = graphs.record(limits.graph_sizes)
+        if not self.graphs_failure:
+            self.graphs_failure = graphs.record(limits.graph_sizes, is_trial)
+        if may_adapt and not self.graphs_failure:
+            self.graphs_failure = adapted.record(limits.graph_sizes, is_trial)
         if self.graphs_failure and self._layers is not None:
-            self.compile_failure, self.graphs_failure = self.graphs_failure, ""
             self._layers.undo()
             self._layers = None
-            self.graphs_failure = graphs.record(limits.graph_sizes)
-        if may_adapt and not self.graphs_failure:
-            self.graphs_failure = adapted.record(limits.graph_sizes)
         self._clear_padding()
         if not self.graphs_failure:
             self._steps.forget()
@@ -506,8 +524,9 @@ class ModelRunner(SequenceCache, FiniteRows):
             try:
                 chooser = make(self.limits)
                 run = partial(self._run, self._steps) if run_pass is None else run_pass(chooser)
-                chains = ChainGraphs(self._steps, run, chooser, self.limits, self.loaded.device)
-                failure = chains.record_all()
+                device, goes_on = self.loaded.device, run_pass is None
+                chains = ChainGraphs(self._steps, run, chooser, self.limits, device, goes_on)
+                failure = chains.record_all(self._is_trial)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -542,16 +561,29 @@ class ModelRunner(SequenceCache, FiniteRows):
             return
         size = min(limits.max_tokens, _COMPILED_TOKENS)
         some = torch.zeros(1, dtype=torch.int32, device=self.loaded.device)
-        layers = None
         try:
-            layers = CompiledLayers(self.loaded.model, backend)
+            layers = CompiledLayers(self.loaded.model, backend, self._dependent_launches)
+        except ValueError as error:
+            self.compile_failure = reason_of(error)
+            return
+        try:
             self._run(steps, steps.derive(size), some)
         except Exception as error:  # of the compiler, or of what it has made
-            self.compile_failure = f"its layers cannot be compiled: {reason_of(error)}"
-            if layers is not None:
-                layers.undo()
+            self.graphs_failure = f"its layers cannot be compiled: {reason_of(error)}"
+            layers.undo()
         else:
             self._layers = layers
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Within, steps and chains run operator by operator, whether they are recorded and compiled or not."""
+        recorded = self._graphs, self._adapter_graphs, self._chains, self._layers
+        try:
+            with self.uncompiled():
+                self._graphs = self._adapter_graphs = self._chains = self._layers = None
+                yield
+        finally:
+            self._graphs, self._adapter_graphs, self._chains, self._layers = recorded
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Within, the model runs operator by operator, also where its layers are compiled."""
@@ -578,6 +610,14 @@ class ModelRunner(SequenceCache, FiniteRows):
         logits = logits.float()
         logits[:, self._vocab_size :] = float("-inf")
         return logits
+
+
+def _make_kernel(name: str, dependent_launches: bool) -> MakeAttentionKernel:
+    """What makes the attention kernels of a runner."""
+    make_kernel = attention_kernel(name)
+    if make_kernel is GatherAttention:
+        return partial(GatherAttention, workspace=Workspace())
+    return partial(make_kernel, dependent_launches=True) if dependent_launches else make_kernel
 
 
 def choose_kernel(loaded: LoadedModel) -> str:

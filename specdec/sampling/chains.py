@@ -79,12 +79,12 @@ class ChainSampler:
         """Take the input, which will be changed in place."""
         self._step = on_device_as(sent, self._kernels.editor.token_counts)
 
-    def choose(self, logits: Tensor, number: int) -> Chosen:
+    def choose(self, logits: Tensor, number: Tensor) -> Chosen:
         """Tokens for the first rows.
 
         Args:
             logits: [N, model's vocabulary].
-            number: Of the pass, which is how many tokens stand behind the input's.
+            number: int64 [], of the pass, which is how many tokens stand behind the input's.
         """
         assert self._step is not None, "begin comes first"
         n = len(logits)

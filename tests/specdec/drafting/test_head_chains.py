@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -115,7 +116,8 @@ def compare(recorded: ModelTarget, plain: ModelTarget, params: Sequence[Sampling
 
 @pytest.mark.parametrize(("method", "most_tokens"), [("eagle3", 4), ("medusa", 3)])
 def test_drafts_in_one_launch_are_those_of_passes(method: str, most_tokens: int, tmp_path: Path) -> None:
-    recorded = make_target(method, tmp_path / "a", LaysOutNothing(VOCAB_SIZE), LIMITS)
+    limits = replace(LIMITS, num_chained_passes=most_tokens)
+    recorded = make_target(method, tmp_path / "a", LaysOutNothing(VOCAB_SIZE), limits)
     compare(recorded, make_target(method, tmp_path / "b", Sampler(VOCAB_SIZE), None), [GREEDY], most_tokens)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
+from specdec.executor.compiled import _with_dependent_launches
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
@@ -63,13 +64,29 @@ def test_one_compilation_serves_all_layers_and_sizes(family: str) -> None:
     assert not runner.is_recorded
 
 
-def test_layers_that_cannot_be_compiled_run_as_they_are() -> None:
+def test_a_compiler_that_fails_is_a_failure_and_layers_are_as_they_were() -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no compiler here")
 
     torch.compiler.reset()
     runner, plain = make("llama"), make("llama")
     runner.record_graphs(LIMITS, backend=broken)
-    assert "no compiler here" in runner.compile_failure
-    assert runner.is_recorded
+    assert "its layers cannot be compiled: " in runner.graphs_failure
+    assert "no compiler here" in runner.graphs_failure
+    assert runner.is_recordable
+    assert not runner.is_recorded
     torch.testing.assert_close(forward(runner, 5), forward(plain, 5), atol=2e-5, rtol=2e-5)
+
+
+def test_dependent_launches_are_of_the_layers_that_are_compiled_alone() -> None:
+    from torch._inductor import config
+
+    seen: list[bool] = []
+
+    def compiler(graph: str, *, name: str) -> str:
+        seen.append(config.triton.enable_pdl)
+        return graph + name
+
+    assert _with_dependent_launches(compiler)("a", name="b") == "ab"
+    assert seen == [True]
+    assert not config.triton.enable_pdl
