@@ -107,9 +107,9 @@ def chain_token_s(drafter: ModelDrafter, num_rows: int, context: int, repeats: i
         start_s = time.monotonic()
         drafter.propose(jobs(context, length))
         took_s.append(time.monotonic() - start_s)
-        key = None if chains is None else chains.key_for(num_rows, length)
-        if chains is not None and key is not None:
-            took_s[-1] = launches_s(chains, key, runner.loaded.device, repeats)
+        recorded = [] if chains is None else chains.keys_for(num_rows, [length] * num_rows)
+        if chains is not None and recorded:
+            took_s[-1] = launches_s(chains, recorded[0], runner.loaded.device, repeats)
             runner._steps.forget()
     for key in keys:
         drafter.release(key)

@@ -187,6 +187,7 @@ REPORTED = [
     ),
     _counter(_INGRESS, "num_requests_refused", "Requests that were refused for want of room, with 429."),
     # Steps.
+    _gauge(_WORKERS, "executor_recorded", "Whether a worker's steps are recorded, as CUDA graphs on a GPU, 1 or 0."),
     _counter(_WORKERS, "num_steps", "Steps of a worker."),
     _counter(_WORKERS, "busy_s", "Seconds that a worker's steps took.", name="busy_seconds"),
     _counter(_WORKERS, "num_gaps", "Steps that go on with a sequence of the step before.", name="step_gaps"),

@@ -27,6 +27,10 @@ class ModelLoadError(SpecdecError):
     """A model could not be loaded, or is of a kind that cannot be served exactly."""
 
 
+class RecordedStepsError(ModelLoadError):
+    """A model's steps cannot be recorded on its device, or recorded steps are wrong there; others may be right."""
+
+
 class IncompatiblePairError(SpecdecError):
     """Target and draft do not fit together; the message names the first difference."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -15,18 +16,18 @@ from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import check_width
 from specdec.checkpoint.fingerprint import optional_version
 from specdec.core.drafts import MAX_TREE_TOKENS
-from specdec.core.errors import MemoryPlanError, ModelLoadError
+from specdec.core.errors import MemoryPlanError, ModelLoadError, RecordedStepsError
 from specdec.core.params import LogprobsMode
 from specdec.core.types import Progress, Tokens
 from specdec.drafting.heads import DraftHeads, HeadDrafter, HeadsOptions, load_heads
 from specdec.engine.drafter import ModelDrafter, VocabularyMapper
+from specdec.engine.recorded_check import check_decisions, check_recorded_chains, check_recorded_steps
 from specdec.engine.sequences import SequenceStates
 from specdec.engine.shares import on_one_gpu
 from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, measure_step, process_bytes, warm_sampling
 from specdec.executor.graphs import ExecutorLimits
 from specdec.executor.openvino.checks import BLOCK_SIZE
-from specdec.executor.records import has_record
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.executor.unsplit import no_unsplit_reason, use_unsplit_products
@@ -45,6 +46,8 @@ from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from specdec.structured.compiler import Grammars
 
 logger = logging.getLogger(__name__)
+
+B = TypeVar("B")
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens of a forward pass that keep a device busy, and no more: others wait for no more than one chunk of a prompt."""
@@ -100,7 +103,10 @@ class BackendOptions:
         heads: Heads on a target, which draft for it; None for none.
         measures_step: Whether a step of the largest size is run at the start, so that the memory it takes is known.
         executor: ``graphs`` records steps as CUDA graphs (on a CPU it pads them likewise, to test with), ``eager``
-            launches operators one by one, and ``auto`` records where ``benchmarks.gpu`` has passed on such a GPU.
+            launches operators one by one, and ``auto`` records on a GPU. What is recorded is checked against operators:
+            if it fails, or is wrong, ``auto`` loads the model anew and runs operators, and ``graphs`` raises.
+        eager_reason: Why operators are run in place of recorded steps, for the model's notes.
+        dependent_launches: See :class:`~specdec.executor.runner.ModelRunner`.
         max_draft_tokens: Most draft tokens of a sequence that recorded steps have room for.
         merges_drafts: Whether drafts may be tries of several drafters' chains.
         strict_tile_tokens: Run steps as passes of so many tokens, and see at the start that a token's logits then have
@@ -125,6 +131,8 @@ class BackendOptions:
     heads: HeadsOptions | None = None
     measures_step: bool = True
     executor: Literal["auto", "graphs", "eager"] = "auto"
+    eager_reason: str = ""
+    dependent_launches: bool = False
     max_draft_tokens: int = 0
     merges_drafts: bool = False
     strict_tile_tokens: int | None = None
@@ -140,6 +148,26 @@ def build_target(
         ModelLoadError: It cannot be loaded or served exactly.
         MemoryPlanError: Its cache cannot hold one sequence.
     """
+    return _recorded_or_eager(lambda own: _build_target(source, own, progress), source, options)
+
+
+def _recorded_or_eager(build: Callable[[BackendOptions], B], source: ModelSource, options: BackendOptions) -> B:
+    """Build with recorded steps; where these are wrong, build anew without them, with a memory plan of its own."""
+    try:
+        return build(options)
+    except RecordedStepsError as error:
+        if options.executor == "graphs":
+            raise
+        reason = str(error)
+    # Out of the handler nothing holds the model any more.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    logger.warning("%s runs operator by operator: %s", source.path, reason)
+    return build(replace(options, executor="eager", eager_reason=reason))
+
+
+def _build_target(source: ModelSource, options: BackendOptions, progress: Progress | None) -> tuple[ModelTarget, Built]:
     built = _build(source, options, options.max_model_len, progress)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     heads = None
@@ -153,6 +181,9 @@ def build_target(
     num_batched_tokens = _max_num_batched_tokens(built.loaded, options)
     limits = StepLimits(options.max_num_seqs, num_batched_tokens)
     warm_sampling(sampler, built.runner.no_logits, limits, most_draft_tokens)
+    if built.runner.is_recorded:
+        check_recorded_steps(built.runner)
+        check_decisions(sampler, built.runner.output_device)
     backend = ModelTarget(
         built.runner,
         sampler,
@@ -191,6 +222,12 @@ def build_drafter(
     Raises:
         IncompatiblePairError: It cannot draft for the target.
     """
+    return _recorded_or_eager(lambda own: _build_drafter(source, own, target, progress, has_branches), source, options)
+
+
+def _build_drafter(
+    source: ModelSource, options: BackendOptions, target: ModelSource, progress: Progress | None, has_branches: bool
+) -> tuple[ModelDrafter, ModelTarget, Built]:
     pair = describe_pair(
         target, source, other_vocabulary=options.other_vocabulary, num_step_tokens=options.num_step_tokens
     )
@@ -251,6 +288,9 @@ def build_drafter(
         num_chained_passes=num_passes if runner.is_recorded else 1,
         **lengths,
     )
+    if runner.is_recorded:
+        check_recorded_chains(drafter, runner, limits.max_num_seqs, check_recorded_steps(runner))
+        check_decisions(sampler, runner.output_device)
     return drafter, standalone, built
 
 
@@ -299,7 +339,8 @@ def _build(
     limits = _executor_limits(loaded, length, options, num_branches, num_chained_passes)
     if options.strict_tile_tokens == 0:
         if limits is None:
-            raise ModelLoadError(f"{loaded.name}: strict_tile_tokens: 0 needs recorded steps: set executor: graphs")
+            reason = options.eager_reason or "set executor: graphs"
+            raise ModelLoadError(f"{loaded.name}: strict_tile_tokens: 0 needs recorded steps: {reason}")
         with allocation(MemoryPlanError, f"the products of {loaded.name} that are compared do not fit"):
             use_unsplit_products(loaded, limits.graph_sizes)
     copies = None
@@ -392,12 +433,15 @@ def _admitted(
             window=memory.window,
             window_blocks=memory.window_blocks,
             tile_tokens=options.strict_tile_tokens,
+            dependent_launches=options.dependent_launches,
             **common,
         )
         if graphs is not None:
             # Which kernels Inductor takes it finds out by timing them: another process may take others.
             is_compiled = loaded.device.type == "cuda" and not runner.is_strict
             runner.record_graphs(graphs, "inductor" if is_compiled else None)
+            if runner.graphs_failure and runner.is_recordable:
+                raise RecordedStepsError(f"{loaded.name}: {runner.graphs_failure}")
         return runner, None if options.skip_parity_check else check_admission(runner)
     if not options.skip_parity_check:
         with suppress(ModelLoadError):
@@ -431,7 +475,7 @@ def _executor_limits(
     loaded: LoadedModel, max_model_len: int, options: BackendOptions, num_branches: int, num_chained_passes: int
 ) -> ExecutorLimits | None:
     """The largest step, where steps are to be recorded; it holds those of the check, too."""
-    if options.executor == "eager" or (options.executor == "auto" and not has_record(loaded.device)):
+    if options.executor == "eager" or (options.executor == "auto" and loaded.device.type != "cuda"):
         return None
     if options.strict_tile_tokens:
         return None  # a step is several passes then
@@ -463,8 +507,9 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
     if runner.no_speculation is not None:
         notes.append(f"{name} is right token by token only: as a target it runs without speculation")
     notes += [f"{name} is slow: {reason}" for reason in slow_reasons(runner.loaded)]
-    if runner.graphs_failure:
-        notes.append(f"{name} runs without CUDA graphs: {runner.graphs_failure}")
+    notes += [f"{name}: {reason}" for reason in runner.slow_reasons]
+    if no_graphs := runner.graphs_failure or options.eager_reason:
+        notes.append(f"{name} runs without CUDA graphs: {no_graphs}")
     elif runner.compile_failure:
         notes.append(f"{name} runs without compiled layers: {runner.compile_failure}")
     if options.skip_parity_check:

@@ -244,7 +244,8 @@ class ModelDrafter(ModelBackend):
     def metrics(self) -> dict[str, float]:
         """What is held now, and how many tokens a step gives, for the worker's report."""
         held = self._states.metrics() | self._runner.adapters.metrics()
-        return held | {"num_step_tokens": float(self._num_step_tokens)}
+        is_recorded = float(self._runner.is_recorded)
+        return held | {"num_step_tokens": float(self._num_step_tokens), "executor_recorded": is_recorded}
 
     def rest(self) -> None:
         """Nothing is to be done."""

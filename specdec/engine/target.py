@@ -202,6 +202,7 @@ class ModelTarget(ModelBackend):
     def metrics(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         figures = self._states.metrics() | self._runner.adapters.metrics()
+        figures["executor_recorded"] = float(self._runner.is_recorded)
         if self._sampler.matchers is not None:
             figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:

@@ -16,7 +16,7 @@ import torch
 
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.slots import SequenceState, Window
-from specdec.core.errors import ModelLoadError
+from specdec.core.errors import ModelLoadError, RecordedStepsError
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
@@ -98,7 +98,7 @@ def measure_step(
         window: How far back recurrent states reach, for a model that has any.
         heads: On it, if there are any.
         mapped_vocab_size: Width of the target's vocabulary, where the model is a draft of another one.
-        graphs: The largest step, where steps are recorded: they are recorded once to see what that takes.
+        graphs: The largest step, where steps are recorded: a few are recorded to see what all of them take.
         tile_tokens: See :class:`ModelRunner`.
 
     Raises:
@@ -174,14 +174,20 @@ def _run_steps(
 
 
 def _graphs_bytes(loaded: LoadedModel, limits: ExecutorLimits, vocab_size: int, heads: DraftHeads | None) -> int:
-    """Record steps once, and forget them; 0 where they cannot be recorded, and on a CPU, where nothing is."""
+    """What steps and chains take that are recorded, by a few; 0 for models of kinds that are not, and on a CPU.
+
+    Raises:
+        RecordedStepsError: Recording fails.
+    """
     if loaded.device.type != "cuda" or loaded.opaque_state is not None:
         return 0
     if loaded.adapters is None:
         with suppress(ValueError):  # layers that are not found are not compiled
             merge_weights(layers_of(loaded.model))  # moves them, which may cost memory that the cache cannot have
     runner = ModelRunner(loaded, num_blocks=1, block_size=_BLOCK_SIZE, vocab_size=vocab_size, num_state_slots=1)
-    runner.record_graphs(limits)
+    runner.record_graphs(limits, is_trial=True)
+    if runner.graphs_failure and runner.is_recordable:
+        raise RecordedStepsError(runner.graphs_failure)
     if heads is None:
         recorded_chains(runner, Sampler(vocab_size))
     else:

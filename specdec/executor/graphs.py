@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -181,11 +181,9 @@ class Graphs(Generic[Key, Output]):
         self._forget_kept()
         torch.cuda.empty_cache()
 
-    def _record(
-        self, keys: Sequence[Key], stream: torch.cuda.Stream | None = None, pool: tuple[int, int] | None = None
-    ) -> None:
+    def _record(self, keys: Sequence[Key], stream: torch.cuda.Stream | None = None, pool: Any = None) -> None:
         stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        pool = pool or torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        pool = pool or torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         for key in reversed(keys):

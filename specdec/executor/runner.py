@@ -617,7 +617,8 @@ def _make_kernel(name: str, dependent_launches: bool) -> MakeAttentionKernel:
     make_kernel = attention_kernel(name)
     if make_kernel is GatherAttention:
         return partial(GatherAttention, workspace=Workspace())
-    return partial(make_kernel, dependent_launches=True) if dependent_launches else make_kernel
+    options = {"dependent_launches": True} if dependent_launches else {}
+    return partial(make_kernel, **options)
 
 
 def choose_kernel(loaded: LoadedModel) -> str:

@@ -208,12 +208,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_guesses", "is_parallel"),
-    [*((tokens, guesses, False) for tokens in (1, 4, 8) for guesses in (0, 2)), (1, 2, True), (4, 0, True)],
+    [*((tokens, guesses, False) for tokens in (1, 7, 8) for guesses in (0, 2)), (1, 2, True), (4, 0, True)],
 )
-def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
+def test_a_recorded_chain_is_one_upload_few_launches_and_one_download(
     num_tokens: int, num_guesses: int, is_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model that gives several tokens in a pass it is a single pass."""
+    """Launches of powers of two passes. Of a model that gives several tokens in a pass it is a single pass."""
     launched = launches(monkeypatch)
     for num_rows in 1, 64:
         features = "greedy", "noise", "top_p"
@@ -226,7 +226,9 @@ def test_a_recorded_chain_is_one_upload_one_launch_and_one_download(
         assert (seen.num_uploads, len(downloads)) == (1, 1)
         # A pass that drafts several reads the tokens of the draft before, too.
         num_read = num_rows * (2 * num_tokens - 1) if is_parallel else num_rows
-        assert launched == [(next(size for size in (16, 64, 512) if size >= num_read), num_tokens)]
+        size = next(size for size in (16, 64, 512) if size >= num_read)
+        further = [(min(size, 64), length, True) for length in (2, 1)]
+        assert launched == ([(size, 4, False), *further] if num_tokens == 7 else [(size, num_tokens, False)])
 
 
 def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +278,7 @@ def test_drafts_of_heads_are_one_upload_one_launch_and_one_download_beside_the_s
         target.step()
     size = 16 if num_rows == 1 else 64
     # A head that caches reads all that was kept, which is one token of each row here.
-    assert launched == [16 if num_rows == 1 else 256, (size, 4)]
+    assert launched == [16 if num_rows == 1 else 256, (size, 4, False)]
     assert (seen.num_uploads, len(downloads)) == (2, 2)
 
 
