@@ -214,7 +214,7 @@ MUTANTS = (
         _BLOCKS,
         "                sequence.num_sent = min(sequence.num_sent, past // self.block_size)\n",
         "                pass\n",
-        ("tests/specdec/cache/test_blocks.py",),
+        ("tests/specdec/models/test_runner.py",),
     ),
     Mutant(
         "B6",
@@ -236,8 +236,8 @@ MUTANTS = (
         "S1",
         "prompts that arrive together each compute the prefix that they share",
         _SCHEDULER,
-        "for digest in cache.blocks(request.key, n, n + 1) if n and not decodes else ():",
-        "for digest in ():",
+        "if (n := request.num_computed_tokens) and not self._decodes[index]",
+        "if (n := request.num_computed_tokens) and False",
         ("tests/specdec/engine/test_scheduler.py",),
     ),
     Mutant(
@@ -249,11 +249,22 @@ MUTANTS = (
         ("tests/specdec/engine/test_budget.py", "tests/specdec/engine/test_scheduler.py"),
     ),
     Mutant(
+        "S3",
+        "after memory ran out the steps grow each time until it runs out again",
+        _SCHEDULER,
+        "self.max_num_batched_tokens)\n            self._num_steps_at_budget = 0\n",
+        "self.max_num_batched_tokens)\n",
+        _test(
+            "specdec/engine/test_scheduler.py",
+            "test_a_step_that_ran_out_of_memory_is_cut_by_a_quarter_and_grows_slowly",
+        ),
+    ),
+    Mutant(
         "S4",
         "nothing decodes in a step that has less than a token for each sequence",
         _SCHEDULER,
-        "most = max(left - for_prompts - num_to_decode, min(1, left - for_prompts))",
-        "most = max(left - for_prompts - num_to_decode, 0)",
+        "count = max(left - self._num_to_decode, min(1, left))",
+        "count = max(left - self._num_to_decode, 0)",
         ("tests/specdec/engine/test_budget.py", "tests/specdec/engine/test_scheduler.py"),
     ),
     Mutant(
