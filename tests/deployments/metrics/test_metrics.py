@@ -116,7 +116,7 @@ def test_machines_report_what_the_list_names() -> None:
     counts = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
     by_events |= {f"{name}_by_{what}" for name in counts for what in ("source", "drafter")}
     by_backends |= {"backend", "num_forbidden_draft_tokens", "num_failed_draft_steps"}
-    by_backends |= {"num_loaded_adapters", "num_adapter_loads"}
+    by_backends |= {"num_loaded_adapters", "num_adapter_loads", "executor_recorded"}
     by_replicas |= {"slots_used_share", "num_waiting_requests", "num_requests_refused", "longest_queue_s"}
     by_groups = {"estimated_guess_rate", "estimated_gain", "measured_gain"}
     for family in REPORTED:
