@@ -22,7 +22,7 @@ from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
 from specdec.drafting.heads import HeadsOptions
-from specdec.drafting.length.estimates import DraftGains
+from specdec.drafting.length import DraftLengths
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.engine import InProcessService
 from specdec.engine.observed import ObservedTarget
@@ -57,7 +57,7 @@ def main() -> None:
         options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_seqs=4, heads=heads)
         target, report = build_target(source, options)[0], StepMetrics()
         profile_target(target, report.profiled)
-        chooser = DraftGains(report.metrics) if size == "auto" else None
+        chooser = DraftLengths(report.metrics) if size == "auto" else None
         service = InProcessService(ObservedTarget(target, [report]), None, 0, chooser=chooser)
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature)

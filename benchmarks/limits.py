@@ -27,7 +27,7 @@ from cluster.config.files import config_keys, load_config
 from cluster.models.sources import backend_arguments
 from specdec.core.messages import Plan
 from specdec.drafting.branches import branch_share, foreseen
-from specdec.drafting.length.modes import expected_tokens
+from specdec.drafting.modes import expected_tokens
 
 LENGTHS = range(1, 17)
 """Draft lengths among which a best one is looked for."""

@@ -28,9 +28,9 @@ from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.messages import DRAFTER
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Tokens
-from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.modes import Bounds
-from specdec.drafting.length.plans import PlanController, Planner, fixed_plan
+from specdec.drafting.controller import Controller
+from specdec.drafting.modes import Bounds
+from specdec.drafting.plans import PlanController, Planner, fixed_plan
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.timing import StepMetrics, profile_drafter, profile_target
 from specdec.protocol.drafter import DrafterMachine

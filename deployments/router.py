@@ -23,9 +23,9 @@ from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_i
 from deployments.transport.wire import FingerprintKind
 from specdec.core.messages import DRAFTER
 from specdec.core.types import SpeculationMode
-from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.modes import MODES, Bounds
-from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
+from specdec.drafting.controller import Controller
+from specdec.drafting.modes import MODES, Bounds
+from specdec.drafting.plans import SEQUENTIAL_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 
 

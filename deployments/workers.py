@@ -32,7 +32,7 @@ from deployments.transport.host import WorkerHost
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
-from specdec.drafting.length.estimates import DraftGains
+from specdec.drafting.length import DraftLengths
 from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.pair import PairedTarget
@@ -117,7 +117,7 @@ class TargetServer(_Worker):
             last_interval=last_round.interval,
             last_draft_intervals=last_round.draft_intervals,
             ngram=ngram_options(args),
-            chooser=DraftGains(steps.metrics, draft_steps.metrics if args.is_paired else None) if chooses else None,
+            chooser=DraftLengths(steps.metrics, draft_steps.metrics if args.is_paired else None) if chooses else None,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(

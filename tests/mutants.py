@@ -55,7 +55,8 @@ _PROTOCOL = "specdec/protocol/"
 _SCHEDULES = ("tests/specdec/protocol/test_random_schedules.py::test_random_schedules",)
 _BLOCKS = "specdec/cache/blocks.py"
 _SCHEDULER = "specdec/engine/scheduler.py"
-_LENGTH = "specdec/drafting/length/"
+_LENGTH = "specdec/drafting/length.py"
+_CONTROLLER = "specdec/drafting/controller.py"
 _ADMISSION = "deployments/http/admission.py"
 
 
@@ -284,36 +285,60 @@ MUTANTS = (
         ("tests/specdec/engine/test_scheduler.py",),
     ),
     Mutant(
+        "L1",
+        "plans flap between choices that are nearly as fast",
+        _LENGTH,
+        "if paces.get(present, 0.0) * (1 + MARGIN) >= fastest:",
+        "if False:",
+        ("tests/specdec/drafting/test_length.py",),
+    ),
+    Mutant(
         "L2",
-        "a probe of a plan never ends",
-        _LENGTH + "controller.py",
-        " or self._probe_rounds >= PROBE_ROUNDS:",
+        "a probe never ends",
+        _CONTROLLER,
+        " or self.probe_rounds >= PROBE_ROUNDS:",
         ":",
-        ("tests/specdec/drafting/length/test_group.py",),
+        ("tests/specdec/drafting/test_controller.py",),
+    ),
+    Mutant(
+        "L3",
+        "rounds that began under the plan before are measured as the new one's",
+        _CONTROLLER,
+        " and sequence.num_rounds >= SETTLE_ROUNDS:",
+        ":",
+        ("tests/specdec/drafting/test_controller.py",),
     ),
     Mutant(
         "L4",
         "a length that was given up is never tried again",
-        _LENGTH + "estimates.py",
-        "if self._num_choices % PROBE_EVERY:",
-        "if True:",
-        ("tests/specdec/drafting/length/test_gains.py",),
+        _LENGTH,
+        "return self._num_skips[load] % PROBE_EVERY == 0",
+        "return False",
+        ("tests/specdec/drafting/test_length.py",),
     ),
     Mutant(
         "L5",
         "refused tokens do not lower the acceptance rate",
-        _LENGTH + "estimates.py",
+        _LENGTH,
         "kind in (TokenKind.ACCEPTED, TokenKind.CORRECTED)",
         "kind is TokenKind.ACCEPTED",
-        ("tests/specdec/drafting/length/test_estimates.py",),
+        ("tests/specdec/drafting/test_length.py",),
+    ),
+    Mutant(
+        "L6",
+        "a draft that gains hardly anything is not turned off",
+        _LENGTH,
+        "return winner if paces[winner] > paces[off] * (1 + GAIN) else off",
+        "return winner",
+        ("tests/specdec/drafting/test_length.py",),
     ),
     Mutant(
         "L7",
         "a pause of the target counts against the plan that was in force",
-        _LENGTH + "controller.py",
-        "num_expected = min(seconds * expected, 4.0 * num_tokens)",
-        "num_expected = seconds * expected",
-        ("tests/specdec/drafting/length/test_group.py",),
+        _CONTROLLER,
+        "num_predicted = min(seconds * predicted, 4.0 * num_tokens)",
+        "num_predicted = seconds * predicted",
+        ("tests/specdec/drafting/test_controller.py",),
     ),
     Mutant(
         "D1",

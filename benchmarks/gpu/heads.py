@@ -97,7 +97,13 @@ class Rounds:
             self.target.release(job.key)
         params = SamplingParams(temperature=1.0, ignore_eos=True)
         self.jobs = [
-            VerifyJob(f"{num_rows}-{i}", TokenLog([2 + i] * context), (), SequenceSpec(params, i, context, 1 << 20))
+            VerifyJob(
+                f"{num_rows}-{i}",
+                TokenLog([2 + i] * context),
+                (),
+                SequenceSpec(params, i, context, 1 << 20),
+                max_own_tokens=64,
+            )
             for i in range(num_rows)
         ]
         while not all(job.draft for job in self.jobs):

@@ -28,7 +28,7 @@ from specdec.core.errors import SpecdecError
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Engine, Quantization
-from specdec.drafting.length.modes import expected_tokens
+from specdec.drafting.modes import expected_tokens
 from specdec.engine.drafter import ModelDrafter
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_model

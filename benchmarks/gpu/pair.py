@@ -20,7 +20,7 @@ from benchmarks.gpu.pairs import END, Chain, made_weights
 from benchmarks.gpu.replays import REPEATS, ROOM, chain_token_s, read_contexts, step_s
 from benchmarks.gpu.report import Report
 from specdec.core.params import SamplingParams
-from specdec.drafting.length.modes import expected_tokens
+from specdec.drafting.modes import expected_tokens
 from specdec.engine.build import BackendOptions, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import SpeculativeEngine

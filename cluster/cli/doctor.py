@@ -26,8 +26,8 @@ from cluster.config.models import ModelConfig, mib
 from cluster.launch.placement import Devices, Placement, placement_of, with_pair_placed
 from cluster.models.download import fetch_models
 from specdec.core.errors import InvalidParameterError, SpecdecError
-from specdec.drafting.length.estimates import PRIOR_RATE
-from specdec.drafting.length.modes import Bounds, Conditions, StepTime, StepTimes, best_by_mode, pace
+from specdec.drafting.length import StepTime, StepTimes
+from specdec.drafting.modes import Bounds, Conditions, paces
 from specdec.engine.shares import on_one_gpu
 from specdec.models.host_memory import host_memory
 
@@ -394,10 +394,10 @@ def steps_line(share: float, is_paired: bool = False) -> str:
     if share >= 1:
         return f"{takes}: too slow to help: take a smaller draft, or a faster device"
     target, draft = (StepTimes((StepTime(1, 1, seconds, 1),)) for seconds in (1.0, share))
-    alone = Conditions(target, target, draft, 1, 1, 0.0, PRIOR_RATE)
+    alone = Conditions(target, target, draft, 1, 1, round_trip_s=0.0)
 
     def gains(bounds: Bounds) -> str:
-        best = (max(pace(one, alone, rate) for one in best_by_mode(alone, rate, bounds)) for rate in EXPECTED_RATES)
+        best = (max(paces(alone, rate, bounds).values()) for rate in EXPECTED_RATES)
         return " / ".join(f"{gain:.1f}" for gain in best)
 
     where = f"where {' / '.join(map(str, EXPECTED_RATES))} of its tokens are accepted"

@@ -340,18 +340,6 @@ REPORTED = [
     _gauge(_ROUTER, "planned_branches", "Branches per round that are planned, mean of the sequences that draft."),
     _gauge(
         _ROUTER,
-        "estimated_guess_rate",
-        "Share of the draft's next guesses that are right, as the controller estimates it.",
-        labels=("target",),
-    ),
-    _gauge(
-        _ROUTER,
-        "estimated_gain",
-        "Pace of what is planned over that of plain decoding, by step times alone.",
-        labels=("target",),
-    ),
-    _gauge(
-        _ROUTER,
         "measured_gain",
         "Pace of the best speculation mode over that of plain decoding, by what was measured.",
         labels=("target",),

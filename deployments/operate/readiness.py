@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ray import serve
 
 from cluster.config.names import INGRESS
-from specdec.drafting.length.plans import WorkerKind
+from specdec.drafting.plans import WorkerKind
 
 logger = logging.getLogger("ray.serve")
 

@@ -52,8 +52,8 @@ class VerifyJob(NamedTuple):
         room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
         parents: Where the draft is a tree, as in :class:`specdec.core.drafts.Draft`. A backend may verify less of
             it, such as a chain.
-        wants_own: Whether what the backend itself proposes for the next round is of use.
-        most_own: How many tokens a backend with a draft model may draft in the place of ``draft`` in this step.
+        max_own_tokens: How many tokens the backend itself may draft: by a draft model beside it, in the place of
+            ``draft`` in this step; by heads, for the next one.
         unread: Where the draft's tokens are on the backend's device alone, what they are of: the backend has it read
             once its step is under way.
     """
@@ -65,8 +65,7 @@ class VerifyJob(NamedTuple):
     source: str = ""
     room: int = 0
     parents: Tokens = ()
-    wants_own: bool = True
-    most_own: int = 0
+    max_own_tokens: int = 0
     unread: UnreadProposals | None = None
 
     @property

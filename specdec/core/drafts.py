@@ -186,22 +186,18 @@ def merge(chains: Sequence[Draft], most_tokens: int = MAX_TREE_TOKENS) -> tuple[
 
 
 class DraftChooser(Protocol):
-    """Says which of several drafts to verify, and how much of one, by what they gain; no token depends on it."""
+    """Says how much to draft for the most tokens a second; no token depends on it."""
 
-    def best(self, drafts: Sequence[Draft], spec: SequenceSpec, num_rows: int) -> Draft:
-        """Of some drafts for a sequence, in a step of so many, the one that gains most."""
+    def begin_step(self) -> None:
+        """Count a step of the target."""
         ...
 
-    def cut(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> Draft:
-        """As much of a backend's own draft as is worth its time."""
+    def length(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> int:
+        """Return how many of a draft's first tokens to verify in a step of ``num_rows`` sequences."""
         ...
 
-    def wants_own(self, spec: SequenceSpec, num_rows: int) -> bool:
-        """Whether a draft of the backend's own is of use in the next round."""
-        ...
-
-    def most_own(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> int:
-        """How many tokens a draft model in the target's process should draft in the place of a draft; 0 for none."""
+    def own_length(self, spec: SequenceSpec, num_rows: int) -> int:
+        """Return how many tokens the backend itself should draft for a sequence; 0 for none."""
         ...
 
     def judge(self, draft: Draft, accepted: Tokens, spec: SequenceSpec) -> None:

@@ -26,8 +26,8 @@ from specdec.core.validation import (
     validated_seed,
     validated_stop,
 )
-from specdec.drafting.length.plans import fixed_plan, no_drafts
 from specdec.drafting.ngram import NgramOptions
+from specdec.drafting.plans import fixed_plan, no_drafts
 from specdec.engine.build import BackendOptions, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.pair import PairedTarget
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, SpecStats, TokenEvent

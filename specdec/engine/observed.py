@@ -16,7 +16,7 @@ from specdec.core.backends import (
     Verification,
     VerifyJob,
 )
-from specdec.drafting.length.plans import WorkerKind
+from specdec.drafting.plans import WorkerKind
 
 
 @dataclass(frozen=True, slots=True)

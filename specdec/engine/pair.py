@@ -20,7 +20,7 @@ from specdec.core.backends import (
     Verification,
     VerifyJob,
 )
-from specdec.core.drafts import Draft
+from specdec.core.drafts import OFFERED, Draft
 from specdec.core.errors import DeviceLostError
 from specdec.core.tokens import TokenBuffer, common_prefix_length
 from specdec.engine.backend import ModelBackend
@@ -117,10 +117,10 @@ class _Drafting:
 class PairedTarget:
     """A :class:`specdec.core.backends.TargetBackend` that drafts for its own steps by a draft model beside it.
 
-    A job says how much may be drafted for it (``VerifyJob.most_own``). Nothing is drafted for a sequence before its
-    first token, or while it is read again: the draft model reads its prompt after that, a chunk beside each pass of
-    those that draw. What goes wrong in the draft model, or in a step that verifies
-    its drafts, costs drafts, and no token.
+    A job says how much may be drafted for it (``VerifyJob.max_own_tokens``). Nothing is drafted for a sequence before
+    its first token, or while it is read again: the draft model reads its prompt after that, a chunk beside each pass of
+    those that draw. What goes wrong in the draft model, or in a step that verifies its drafts, costs drafts, and no
+    token.
 
     Args:
         target: Decides.
@@ -234,9 +234,11 @@ class PairedTarget:
         return wanted, unread
 
     def _wanted(self, place: int, job: VerifyJob) -> _Drafting | None:
-        """How much is to be drafted for a job; None for nothing."""
+        """How much is to be drafted for a job; None for nothing. An offer stays."""
+        if job.source in OFFERED:
+            return None
         bound = job.spec.num_speculative_tokens
-        count = min(job.most_own, self._num_draft_tokens if bound is None else bound)
+        count = min(job.max_own_tokens, self._num_draft_tokens if bound is None else bound)
         count = min(count, self._drafter.max_model_len + 1 - len(job.log))
         if self._max_rollback is not None:
             count = min(count, self._max_rollback)

@@ -508,7 +508,7 @@ class ModelTarget(ModelBackend):
                 kept = paths.get(place, range(result.num_accepted))
                 read = [*numbers[:num_own], *(numbers[num_own + node] for node in kept)]
                 text: TokenSequence = followed(job.log.tokens, result.run)
-                count = self._heads.count(job.spec) if job.wants_own else 0
+                count = self._heads.count(job.spec) if job.max_own_tokens else 0
             elif result.status is Status.PREFILLING:
                 read, text, count = list(numbers), job.log.tokens, 0
             else:

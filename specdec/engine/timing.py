@@ -164,7 +164,7 @@ def _power_of_two(count: int) -> int:
 
 
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
-DRAFT_LENGTHS = (0, 4)
+DRAFT_LENGTHS = (0, 1, 2, 4, 8)
 NUM_STEPS = 2
 """Of each size."""
 LIMIT_S = 1.5
@@ -188,7 +188,7 @@ def profile_target(backend: TargetBackend, listener: StepListener, limit_s: floa
             draft = (1,) * length
             results = observed.verify(
                 [
-                    VerifyJob(key, log, draft, _spec(i), wants_own=bool(draft))
+                    VerifyJob(key, log, draft, _spec(i), max_own_tokens=length)
                     for i, (key, log) in enumerate(zip(keys, logs, strict=True))
                 ]
             )

@@ -11,7 +11,7 @@ from zlib import crc32
 from specdec.core.log import TokenLog
 from specdec.core.messages import DRAFTER, SEVERAL_CONTRACTS, Close, Message, Open
 from specdec.core.types import Fingerprints
-from specdec.drafting.length.plans import WorkerKind
+from specdec.drafting.plans import WorkerKind
 from specdec.protocol.leases import Outbox, label, labels
 from specdec.protocol.sessions import Quarantine, RouterCounters, Session, WorkerLink
 
@@ -122,7 +122,6 @@ class Worker:
         is_draining: It takes no sequences any more (rule 15).
         is_other_model: It has refused a sequence because its model is another (rule 14).
         numeric: The numeric contract that its heartbeats name (rule 17); empty before the first.
-        asked_s: When it was sent a renewal that it has not answered yet.
         num_links: Links to it: its load.
         prefixes: What it was given to read.
     """
@@ -132,7 +131,6 @@ class Worker:
     is_draining: bool = False
     is_other_model: bool = False
     numeric: str = ""
-    asked_s: float | None = None
     num_links: int = 0
     prefixes: CachedPrefixes = field(default_factory=CachedPrefixes)
 

@@ -32,7 +32,7 @@ from specdec.core.messages import (
     Want,
 )
 from specdec.core.types import UNKNOWN, Fingerprints, Finish
-from specdec.drafting.length.plans import PlanController, Planner, Planning, WorkerKind
+from specdec.drafting.plans import PlanController, Planner, Planning, WorkerKind
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED, NUMERIC_CONTRACT
 from specdec.protocol.leases import LeasedSequences, Outbox, Times, Tracer, label
@@ -279,9 +279,6 @@ class RouterMachine:
                     self._commit(session, link, link.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries), self._times.lease_s))
-            worker = self.workers.get(name)
-            if worker is not None and worker.asked_s is None:
-                worker.asked_s = now_s
 
     def _on_submit(self, message: Submit, now_s: float) -> None:
         held = self._sessions.get(message.seq)
@@ -419,9 +416,6 @@ class RouterMachine:
         if worker.is_draining and not was_draining:
             self._dispatcher.hand_over(self._sessions, now_s)
         self.planning.reported(message.worker, worker.kind, message.metrics)
-        if worker.asked_s is not None:
-            self.planning.echoed(message.worker, now_s - worker.asked_s)
-            worker.asked_s = None
 
     def _commit(self, session: Session, link: WorkerLink, base: int) -> None:
         """Tell a drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""

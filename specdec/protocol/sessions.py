@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from specdec.core.log import TokenLog
 from specdec.core.messages import DRAFTER, SEVERAL_CONTRACTS, Epoch, Notes, Plan, Submit
 from specdec.core.types import Finish
-from specdec.drafting.length.plans import WorkerKind
+from specdec.drafting.plans import WorkerKind
 from specdec.protocol.leases import LeasedSequence, Span, Tracer, label
 from specdec.protocol.worker import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, apart
 

@@ -101,6 +101,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         )
         self._num_waiting = 0
         self._reading = Reading()
+        if self._chooser is not None:
+            self._chooser.begin_step()
         worked = self._groups.step(sequences, lambda batch: self._verify(batch, now_s))
         self._repeat(now_s)
         if worked:
@@ -168,9 +170,8 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 deciding.append(sequence)
                 room = 0 if is_plain else self._room(sequence)
                 drafted = draft.tokens, sequence.spec, draft.source
-                wants_own = self._chooser is None or self._chooser.wants_own(sequence.spec, len(sequences))
-                most_own = self._most_own(sequence, draft, room, len(sequences))
-                job = VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, wants_own, most_own)
+                max_own = self._max_own_tokens(sequence, draft, room, len(sequences))
+                job = VerifyJob(sequence.seq, sequence.log, *drafted, room, draft.parents, max_own)
                 jobs.append(job)
                 is_trying = is_trying or (is_suspected and _may_have_draft(job))
         if not jobs:
@@ -450,42 +451,35 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self.counters.num_stale_offers += 1
 
     def _draft(self, sequence: TargetSequence, now_s: float, num_rows: int) -> Draft | None:
-        """What a sequence has verified in this step; None where it is held back for an offer.
+        """Return the draft that a sequence has verified in this step, or None if it is held back for an offer.
 
-        A chooser takes what gains most. Without one a long match goes first, unless the plan drafts more tokens than
-        it has; then an offer; then the longer of a short match and the backend's own draft.
+        A long match goes first, then an offer, then a short match, then the draft of heads: the first of these of
+        which any token is worth its time.
         """
-        found = self._token_draft(sequence)
-        is_long = sequence.has_long_draft
+        match = self._token_draft(sequence)
+        is_long = sequence.has_long_draft and bool(match.tokens)
         offered, used = self._offered(sequence)
         if not offered.tokens and not is_long and self._waits(sequence, now_s):
             return None
-        own = (
-            sequence.own_draft
-            if self._chooser is None
-            else self._chooser.cut(sequence.own_draft, sequence.spec, num_rows)
-        )
-        drafts = offered, found, own.first(self._room(sequence))
-        if self._chooser is not None:
-            draft = self._chooser.best(drafts, sequence.spec, num_rows)
-        elif offered.tokens and self._most_offered(sequence) > (len(found.tokens) if is_long else 0):
-            draft = offered
-        else:
-            draft = max(drafts[1:], key=attrgetter("depth"))
-        for kept in used if draft is offered else ():
-            self.counters.num_used_offers += not kept.is_used
-            kept.is_used = True
-        return draft
+        own = sequence.own_draft.first(self._room(sequence))
+        for draft in (match, offered, own) if is_long else (offered, match, own):
+            if draft is offered and draft.tokens:
+                for kept in used:
+                    self.counters.num_used_offers += not kept.is_used
+                    kept.is_used = True
+                return draft
+            length = len(draft.tokens)
+            if length and self._chooser is not None:
+                length = self._chooser.length(draft, sequence.spec, num_rows)
+            if length:
+                return draft.only(range(length))
+        return NO_DRAFT
 
-    def _most_own(self, sequence: TargetSequence, draft: Draft, room: int, num_rows: int) -> int:
-        """Most tokens that a draft model of the backend may draft in the place of a draft.
-
-        A chooser says what gains most. Without one an offer and a long match stay; a short match is replaced.
-        """
-        if room > 0 and self._chooser is not None:
-            return min(room, self._chooser.most_own(draft, sequence.spec, num_rows))
-        is_long = sequence.has_long_draft and bool(draft.tokens)
-        return 0 if is_long or draft.source in OFFERED else max(0, room)
+    def _max_own_tokens(self, sequence: TargetSequence, draft: Draft, room: int, num_rows: int) -> int:
+        """Return how many tokens the backend itself may draft: none beside a long match."""
+        if room <= 0 or (sequence.has_long_draft and draft.tokens):
+            return 0
+        return room if self._chooser is None else min(room, self._chooser.own_length(sequence.spec, num_rows))
 
     def _offered(self, sequence: TargetSequence) -> tuple[Draft, list[KeptOffer]]:
         """The usable draft of the kept offers, cut to what may be committed (rule 6), and its offers.
@@ -517,6 +511,9 @@ class TargetMachine(WorkerMachine[TargetSequence]):
     def _ranked(self, sequence: TargetSequence, drafters: Iterable[str]) -> list[str]:
         """The drafters of a draft, those first that have been right most often."""
         return sorted(drafters, key=lambda name: (-self._records[name].rate, name))
+
+    # The number of draft tokens is the least of: what the plan says of offers, what a chooser finds worth its time, the
+    # request's bound (in both), what may be committed, and what the scheduler finds tokens and blocks for.
 
     def _most_offered(self, sequence: TargetSequence) -> int:
         """Most draft tokens of an offer that are verified."""

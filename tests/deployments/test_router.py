@@ -10,8 +10,8 @@ from cluster.config.app import AppArgs
 from deployments.router import planner_of
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S
+from specdec.drafting.controller import Controller
+from specdec.drafting.plans import SEQUENTIAL_WAIT_S
 
 SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 

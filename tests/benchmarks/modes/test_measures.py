@@ -17,7 +17,7 @@ from benchmarks.modes.measures import (
     tokens_per_round,
 )
 from benchmarks.modes.summary import summarize
-from specdec.drafting.length.plans import WorkerKind
+from specdec.drafting.plans import WorkerKind
 from specdec.engine.observed import StepRecord
 from specdec.engine.results import SpecStats
 

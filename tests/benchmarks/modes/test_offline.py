@@ -13,7 +13,7 @@ from benchmarks.modes.offline import Pair, load_pair
 from benchmarks.modes.summary import SummaryRow, summarize
 from cluster.config.app import AppArgs
 from specdec.core.errors import InvalidParameterError
-from specdec.drafting.length.modes import expected_tokens
+from specdec.drafting.modes import expected_tokens
 from specdec.sampling.noise import derive_seed
 from tests.benchmarks.modes.virtual import virtual_pair
 from tests.clock import VirtualClock

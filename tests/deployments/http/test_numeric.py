@@ -16,7 +16,7 @@ from deployments.http.observer import Observer
 from deployments.http.service import ApiSettings
 from deployments.tokens import RoutedTokens
 from deployments.transport.host import LoopHost
-from specdec.drafting.length.plans import no_drafts
+from specdec.drafting.plans import no_drafts
 from specdec.engine.engine import InProcessService
 from specdec.executor.contract import Contract, contract_text, numeric_contract
 from specdec.protocol.ingress import NUMERIC_CONTRACT, IngressMachine

@@ -18,7 +18,7 @@ from deployments.transport import endpoints
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, RouterEndpoint, WorkerEndpoint
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Fingerprints
-from specdec.drafting.length.plans import fixed_plan
+from specdec.drafting.plans import fixed_plan
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times

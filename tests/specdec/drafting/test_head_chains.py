@@ -97,7 +97,12 @@ def compare(recorded: ModelTarget, plain: ModelTarget, params: Sequence[Sampling
         for number in range(4):
             proposed = [draft[: rng.randint(0, NUM_TOKENS)] for draft in drafts[: 3 if number < 2 else 4]]
             ours_and_theirs = [
-                target.verify([VerifyJob(f"{i}", of[i], draft, specs[i]) for i, draft in enumerate(proposed)])
+                target.verify(
+                    [
+                        VerifyJob(f"{i}", of[i], draft, specs[i], max_own_tokens=NUM_TOKENS)
+                        for i, draft in enumerate(proposed)
+                    ]
+                )
                 for target, of in zip((recorded, plain), logs, strict=True)
             ]
             for i, (ours, theirs) in enumerate(zip(*ours_and_theirs, strict=True)):
@@ -125,5 +130,5 @@ def test_rows_that_are_not_plain_draft_pass_by_pass(tmp_path: Path) -> None:
     target = make_target("eagle3", tmp_path, LaysOutNothing(VOCAB_SIZE), LIMITS)
     spec = SequenceSpec(SamplingParams(frequency_penalty=0.5), 1, 3, MAX_MODEL_LEN)
     with patch.object(ChainGraphs, "launch", side_effect=AssertionError):
-        (found,) = target.verify([VerifyJob("a", TokenLog([5, 6, 7]), (), spec)])
+        (found,) = target.verify([VerifyJob("a", TokenLog([5, 6, 7]), (), spec, max_own_tokens=NUM_TOKENS)])
     assert len(found.next_draft.tokens) == NUM_TOKENS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import cycle
 
 from specdec.core.backends import DraftBackend, TargetBackend
-from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.modes import Bounds
+from specdec.drafting.controller import Controller
+from specdec.drafting.modes import Bounds
 from specdec.engine.engine import InProcessService
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine

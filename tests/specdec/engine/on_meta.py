@@ -180,7 +180,7 @@ def jobs_of(features: Sequence[str], num_rows: int, num_drafts: int) -> list[Ver
         params = FEATURES[features[i % len(features)]]
         spec = SequenceSpec(params, i, 5, 50, eos_token_ids=(2,))
         key = f"{'-'.join(features)}-{num_rows}-{i}"
-        jobs.append(VerifyJob(key, TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec))
+        jobs.append(VerifyJob(key, TokenLog((3 + i, 4, 5, 6, 7)), (5,) * num_drafts, spec, max_own_tokens=8))
     return jobs
 
 

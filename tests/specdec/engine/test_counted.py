@@ -251,7 +251,7 @@ def test_a_round_of_a_pair_waits_for_nothing_before_all_of_it_is_queued(monkeypa
         target = Target("llama", ["greedy", "noise", "top_p"], num_rows, 0, True)
         drafter = Drafter((), 0, 4, num_chained_passes=4)
         target.backend = PairedTarget(target.backend, drafter.backend, 4)  # type: ignore[assignment]
-        target.jobs = [job._replace(most_own=4) for job in target.jobs]
+        target.jobs = [job._replace(max_own_tokens=4) for job in target.jobs]
         for _ in range(3):
             target.step()
         downloads.clear()

@@ -9,7 +9,7 @@ import pytest
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.modes import StepTime, step_times
+from specdec.drafting.length import StepTime, step_times
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.timing import StepMetrics
 

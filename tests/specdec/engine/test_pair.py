@@ -16,7 +16,7 @@ from specdec.core.backends import DraftJob, Proposal, VerifyJob
 from specdec.core.errors import DeviceLostError
 from specdec.core.messages import Message
 from specdec.core.params import SamplingParams
-from specdec.drafting.length.estimates import DraftGains
+from specdec.drafting.length import DraftLengths
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
@@ -269,7 +269,7 @@ def timed(seconds: Any) -> StepTimer:
 
 @pytest.mark.parametrize(
     ("draft_s", "verify_s", "least", "most"),
-    [(0.0, lambda rows, tokens: 1.0, 10.0, 16.0), (0.2, lambda rows, tokens: 1.0, 1.5, 5.0), (2.0, max, 0.0, 0.2)],
+    [(0.0, lambda rows, tokens: 1.0, 7.0, 16.0), (0.2, lambda rows, tokens: 1.0, 1.5, 5.0), (2.0, max, 0.0, 0.2)],
     ids=["free", "dear", "too dear"],
 )
 def test_how_much_is_drafted_is_what_both_step_times_are_worth(
@@ -277,7 +277,7 @@ def test_how_much_is_drafted_is_what_both_step_times_are_worth(
 ):
     """E·t(1) / (t(K + 1) + K·d) is greatest at the chosen length."""
     cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in make_cases(SAMPLED)]
-    chooser = DraftGains(timed(verify_s).metrics, timed(lambda rows, tokens: max(draft_s, 1e-6)).metrics)
+    chooser = DraftLengths(timed(verify_s).metrics, timed(lambda rows, tokens: max(draft_s, 1e-6)).metrics)
     served = InProcessService(pair(16, noise=0.02, chunk=128), None, 0, chooser=chooser)
     assert run(served, cases)[0] == plainly(cases)
     counters = served.target.counters

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.drafting.length.modes import step_times
+from specdec.drafting.length import step_times
 from specdec.engine.timing import StepTimer
 
 

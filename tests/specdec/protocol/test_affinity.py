@@ -11,7 +11,7 @@ from specdec.core.log import TokenLog
 from specdec.core.messages import Cancel, Epoch, Notes, Open, Submit, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.drafting.length.plans import fixed_plan
+from specdec.drafting.plans import fixed_plan
 from specdec.protocol.dispatcher import BLOCK_TOKENS, CachedPrefixes, block_digests, choose, choose_router
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine

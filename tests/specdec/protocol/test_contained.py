@@ -14,7 +14,7 @@ def raises(*_arguments):
     raise ZeroDivisionError("a formula")
 
 
-@pytest.mark.parametrize("method", ["closed", "decided", "reported", "echoed", "lost", "review", "metrics"])
+@pytest.mark.parametrize("method", ["closed", "decided", "reported", "lost", "review", "metrics"])
 def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
     chooser = Chooser(PLAN)
     machine = RouterMachine("R", chooser, TIMES)
@@ -27,7 +27,6 @@ def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
     setattr(chooser, method, raises)
     controller.closed("gone")
     controller.reported("T0", "target", {})
-    controller.echoed("T0", 0.1)
     controller.lost("T1")
     machine.receive(verdict(0, (0,)), 0.0)
     for now_s in (0.1, 0.6, 1.2):

@@ -6,7 +6,7 @@ from itertools import count
 
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.plans import Planning
+from specdec.drafting.plans import Planning
 from tests.letters import provenance
 from tests.specdec.protocol.test_replans import Chooser
 

@@ -4,7 +4,7 @@ import pytest
 
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.plans import fixed_plan, no_drafts
+from specdec.drafting.plans import fixed_plan, no_drafts
 
 
 @pytest.mark.parametrize(("named", "expected"), [(None, 4), (0, 0), (7, 7)])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from specdec.core.messages import Alive, Close, Epoch, Offer, Plan, PlanUpdate, Resync
-from specdec.drafting.length.plans import PlanController
+from specdec.drafting.plans import PlanController
 from specdec.protocol.router import RouterMachine
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import log_of
@@ -25,9 +25,6 @@ class Chooser(PlanController):
 
     def reported(self, worker, kind, report):
         self.calls.append(("reported", worker, kind, report))
-
-    def echoed(self, worker, seconds):
-        self.calls.append(("echoed", worker, seconds))
 
     def lost(self, worker):
         self.calls.append(("lost", worker))
@@ -146,7 +143,6 @@ def test_the_controller_learns_what_comes():
         ("decided", "s", "pp"),
         ("decided", "s", ""),
         ("reported", "D0", "drafter", {"x": 1.0}),
-        ("echoed", "D0", 0.25),
         ("reported", "D0", "drafter", {"x": 2.0}),
         ("lost", "D0"),
         ("decided", "s", "p"),

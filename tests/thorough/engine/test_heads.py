@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.core.drafts import Draft, DraftChooser
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.heads import HeadDrafter, HeadRow
-from specdec.drafting.length.estimates import DraftGains
+from specdec.drafting.length import DraftLengths
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import InProcessService
@@ -135,7 +135,7 @@ def test_as_much_of_a_tree_is_verified_as_its_step_time_is_worth(
     for rows in range(1, len(cases) + 1):
         for tokens in range(rows, 33 * rows, rows):
             timer.add(rows, tokens, max(1.0, tokens / (rows * free_tokens)))
-    service = with_heads("llama", tree=12, chooser=DraftGains(timer.metrics))
+    service = with_heads("llama", tree=12, chooser=DraftLengths(timer.metrics))
     outputs, _ = run(service, cases)
     assert outputs == plainly("llama", cases)
     counters = service.target.counters
@@ -150,7 +150,7 @@ def test_each_way_is_weighed_against_the_others_and_no_token_changes() -> None:
     cases = predicted_cases("llama", SamplingParams(temperature=1.0, top_p=0.95))
     timer = StepTimer()
     timer.add(1, 1, 1.0)
-    draft, chooser = partial(runner, "llama", NOISE), DraftGains(timer.metrics)
+    draft, chooser = partial(runner, "llama", NOISE), DraftLengths(timer.metrics)
     outputs = collect(with_heads("llama", draft=draft, ngram=NgramOptions(16), tree=12, chooser=chooser), cases)
     assert [output.tokens for output in outputs] == plainly("llama", cases)
     letters = letters_of(outputs)

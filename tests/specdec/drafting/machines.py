@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.messages import DRAFTER, Message
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.modes import Bounds
-from specdec.drafting.length.plans import PlanController, Planner
+from specdec.drafting.controller import Controller
+from specdec.drafting.modes import Bounds
+from specdec.drafting.plans import PlanController, Planner
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
@@ -44,7 +44,7 @@ class Pair:
         hit: How often the true token is among the draft's next three guesses where its first is refused.
         free_tokens: A target step grows in proportion to its tokens beyond so many.
         beside: How many times longer a target step takes while the drafter works, as on processors that they share.
-        others: Of further drafters, alpha and cost; what they are wrong at does not depend on the others.
+        step_s: A target step of few tokens, in seconds.
     """
 
     alpha: float
@@ -52,28 +52,17 @@ class Pair:
     hit: float = 0.9
     free_tokens: int = 512
     beside: float = 1.0
-    others: tuple[tuple[float, float], ...] = ()
+    step_s: float = STEP_S
 
     def target_s(self, num_tokens: int) -> float:
-        return STEP_S * max(1.0, num_tokens / self.free_tokens)
+        return self.step_s * max(1.0, num_tokens / self.free_tokens)
 
-    def draft_s(self, num_rows: int, name: str = DRAFTER) -> float:
-        cost = self.cost if name == DRAFTER else self.others[int(name[1:])][1]
-        return cost * STEP_S * max(1.0, num_rows / 64)
-
-
-@dataclass(frozen=True)
-class OtherScript(Script):
-    """Of a further drafter: it is right and wrong elsewhere."""
-
-    number: int = 0
-
-    def _true_rank(self, seed: int, position: int) -> int | None:
-        return super()._true_rank(seed + (1 + self.number << 32), position)
+    def draft_s(self, num_rows: int) -> float:
+        return self.cost * self.step_s * max(1.0, num_rows / 64)
 
 
 class Service:
-    """One target and its drafters under a planner; by default a controller.
+    """One target and its drafter under a planner; by default a controller.
 
     Args:
         pair: Of models.
@@ -85,27 +74,19 @@ class Service:
         self.pair = pair
         self.controller = Controller(Bounds(num_branches=16))
         script = Script(pair.alpha, pair.hit, tuple(range(64)))
-        scripts = {
-            f"d{i}": OtherScript(alpha, pair.hit, script.vocabulary, i) for i, (alpha, _) in enumerate(pair.others)
-        }
-        scripts = {DRAFTER: script, **scripts}
-        self.timers = {name: StepTimer() for name in ("target", *scripts)}
+        self.timers = {name: StepTimer() for name in ("target", DRAFTER)}
         for rows in PROFILED:
             for tokens in (rows, 5 * rows):
                 self.timers["target"].add(rows, tokens, pair.target_s(tokens))
-            for name in scripts:
-                self.timers[name].add(rows, rows, pair.draft_s(rows, name))
+            self.timers[DRAFTER].add(rows, rows, pair.draft_s(rows))
         self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].metrics)
-        self.drafters = {
-            name: DrafterMachine(name, ScriptedDrafter(said, MAX_LEN), TIMES, self.timers[name].metrics)
-            for name, said in scripts.items()
-        }
-        self.drafter = self.drafters[DRAFTER]
+        backend = ScriptedDrafter(script, MAX_LEN)
+        self.drafter = DrafterMachine(DRAFTER, backend, TIMES, self.timers[DRAFTER].metrics)
         self.ingress = IngressMachine("ingress", TIMES)
-        self.router = RouterMachine("router", planner or self.controller, TIMES, drafters=tuple(scripts))
+        self.router = RouterMachine("router", planner or self.controller, TIMES)
         self.machines: dict[str, Machine] = {
             "target": self.target,
-            **self.drafters,
+            DRAFTER: self.drafter,
             "ingress": self.ingress,
             "router": self.router,
         }
@@ -172,7 +153,7 @@ class Service:
             self._step(name)
 
     def _step(self, name: str) -> None:
-        counters, draft_counters = self.target.counters, self.drafters.get(name, self.drafter).counters
+        counters, draft_counters = self.target.counters, self.drafter.counters
         before = counters.num_rounds, counters.num_draft_tokens, draft_counters.num_proposed_tokens
         worked, end_s = self.machines[name].step(self.now_s), self.now_s + POLL_S
         if worked:
@@ -184,7 +165,7 @@ class Service:
                 seconds = self.pair.target_s(num_tokens) * (self.pair.beside if is_beside else 1.0)
             else:
                 num_rows = num_tokens = draft_counters.num_proposed_tokens - before[2]
-                seconds = self.pair.draft_s(num_rows, name)
+                seconds = self.pair.draft_s(num_rows)
             seconds *= float(self.rng.lognormal(0.0, NOISE))
             if num_rows:
                 self.timers[name].add(num_rows, num_tokens, seconds)

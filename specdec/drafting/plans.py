@@ -19,12 +19,12 @@ _SOON_S = 0.05
 _QUIET_TURN = 2
 """Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""
 WorkerKind = str
-"""``target``, or the name of a drafter."""
+"""``target`` or ``drafter``."""
 Planner = Callable[[SequenceSpec], Plan]
 SEQUENTIAL_WAIT_S = 1.0
 """Longest wait of a target for a draft in mode ``sequential``; a drafter that is gone costs this once per sequence."""
 Placements = Mapping[str, tuple[str, str | None]]
-"""Target and first drafter of each sequence that has a target."""
+"""Target and drafter of each sequence that has a target."""
 
 
 class PlanController:
@@ -51,9 +51,6 @@ class PlanController:
 
     def reported(self, worker: str, kind: WorkerKind, metrics: Mapping[str, float]) -> None:
         """A worker's newest counters and gauges have come."""
-
-    def echoed(self, worker: str, seconds: float) -> None:
-        """A worker has answered a renewal, so long after it was sent."""
 
     def lost(self, worker: str) -> None:
         """A worker is gone."""
@@ -106,10 +103,6 @@ class Planning:
     def reported(self, worker: str, kind: WorkerKind, metrics: Mapping[str, float]) -> None:
         """A worker's newest counters and gauges have come."""
         self._ask("reported", worker, kind, metrics)
-
-    def echoed(self, worker: str, seconds: float) -> None:
-        """A worker has answered a renewal."""
-        self._ask("echoed", worker, seconds)
 
     def lost(self, worker: str) -> None:
         """A worker is gone."""

@@ -1,1 +1,0 @@
-"""How many tokens are drafted, and in which mode? The controller."""
