@@ -90,10 +90,11 @@ def _configs(shape: AttentionShape) -> list[TileConfig]:
     widest = max(_padded(shape.head_dim), _padded(shape.value_dim))
     if shape.dtype == torch.float32:
         return [TileConfig(rows, 16, 4 if widest <= 128 else 8, stages) for stages in (_TWO_BUFFERS, _ONE_BUFFER)]
-    keys, warps = (64, 32) if widest <= 128 else (32,), 4 if widest <= 64 else 8
+    most_keys = 128 if widest <= 64 else 64 if widest <= 128 else 32
     return [
-        *(TileConfig(rows, one, warps, _TWO_BUFFERS) for one in keys),
-        TileConfig(rows, keys[0], warps, _ONE_BUFFER),
+        TileConfig(rows, most_keys, 8, _TWO_BUFFERS),
+        TileConfig(rows, most_keys // 2, 8, _TWO_BUFFERS),
+        TileConfig(rows, most_keys, 8, _ONE_BUFFER),
     ]
 
 
