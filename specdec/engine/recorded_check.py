@@ -107,12 +107,24 @@ def _logits(runner: ModelRunner, rows: Sequence[Sequence[int]], counts: Sequence
                 if not runner.reserve(sequence, len(sequence) + len(tokens)):
                     raise RecordedStepsError(f"too few cache blocks to check recorded steps of {runner.loaded.name}")
                 inputs.append(RowInput(sequence, tokens, len(tokens) if is_last else 1))
-            logits = runner.forward(inputs)
+            logits = _forward(runner, inputs)
         every = max(1, len(logits) // _MAX_COMPARED_ROWS)
         return logits[every - 1 :: every].clone()  # a recorded step gives memory that the next one writes again
     finally:
         for sequence in sequences:
             runner.free(sequence)
+
+
+def _forward(runner: ModelRunner, rows: Sequence[RowInput]) -> torch.Tensor:
+    """Run rows in as many steps as the recorded sizes need; return the logits of the last step."""
+    assert runner.limits is not None, "record_graphs comes first"
+    part: list[RowInput] = []
+    for row in rows:
+        if part and sum(len(other.tokens) for other in part) + len(row.tokens) > runner.limits.max_tokens:
+            runner.forward(part)
+            part = []
+        part.append(row)
+    return runner.forward(part)
 
 
 def check_recorded_chains(
