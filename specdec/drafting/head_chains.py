@@ -89,7 +89,8 @@ class HeadChains:
         """
         heads, size = self._heads, len(step.tokens)
         if wanted is None:
-            self._place += 1
+            # Chains are recorded in powers of two passes: nobody reads what follows the last place.
+            self._place = self._place + 1 if heads.num_tokens is None else min(self._place + 1, heads.num_tokens - 1)
             if heads.cache_layers:
                 self._features = self._runner.run_heads(heads.forward, step, self._features)
         else:
