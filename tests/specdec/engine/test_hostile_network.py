@@ -182,9 +182,14 @@ def test_no_token_changes(target: str, draft: str, temperature: float) -> None:
     counts: Counter[str] = Counter()
     for seed in (1, 2):
         service = HostileService(*makers, seed)
-        assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
+        for output, tokens in zip(collect(service, cases), wanted, strict=True):
+            # A sequence gives up if each target that tried it alone was restarted.
+            counts["given up"] += output.finish == "error"
+            length = len(output.tokens) if output.finish == "error" else len(tokens)
+            assert output.tokens == tokens[:length], f"seed {seed}"
         service.count(TARGET)
         service.count(DRAFTER)
         counts += service.counts
+    assert counts["given up"] <= 1
     for what in ("promoted", "accepted", "stale", "T restarted", "D restarted"):
         assert counts[what] > 0, f"the schedules are too kind: nothing {what}"

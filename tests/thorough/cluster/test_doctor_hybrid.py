@@ -25,7 +25,7 @@ def test_doctor_says_what_states_take(pair: tuple[str, ...], capsys: pytest.Capt
     memory = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB", "--num-speculative-tokens", "4")
     assert main(["doctor", *pair, *memory]) == 0
     text = capsys.readouterr().out
-    for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 5 tokens,"):
+    for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 16 tokens,"):
         assert words in text
     assert "parity check passed" in text
 

@@ -34,7 +34,9 @@ class WrongAtTimes(Around):
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = self._inner.verify(jobs)
         for i, result in enumerate(results):
-            self.num_decided += result.status is Status.DECIDED
+            if result.status is not Status.DECIDED:
+                continue
+            self.num_decided += 1
             if self.num_decided == 20:
                 results[i] = result._replace(run=(*result.run[:-1], (result.run[-1] + 1) % VOCAB_SIZE))
         return results
