@@ -179,7 +179,7 @@ class AppArgs(StrictModel):
     )
     executor: Literal["auto", "graphs", "eager"] = Field(
         "auto",
-        description="how a GPU runs steps; auto: graphs, if a check at load finds them right, else eager",
+        description="how a GPU runs steps; auto: graphs if a check at load passes, else eager",
     )
     skip_parity_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"

@@ -26,7 +26,7 @@ PRIOR_TOKENS, AGE_S = 8.0, 300.0
 """A correction trusts its prior like this many tokens of each sequence; without news it counts 1/e after ``AGE_S``."""
 SETTLE_ROUNDS = 2
 """Rounds after a change of plan that are not measured: they began under the plan before."""
-PROBE_TOKENS, PROBE_ROUNDS, PROBE_SHARE = 2, 8, 0.005
+PROBE_TOKENS, PROBE_ROUNDS, PROBE_SHARE = 2, 8, 0.01
 """While drafts are off, one sequence drafts a little for some rounds, and then only that part of all rounds drafts."""
 
 

@@ -94,8 +94,8 @@ def test_a_draft_that_is_always_wrong_is_off_after_fifty_rounds(num_sequences: i
     service.begin(num_sequences)
     service.run_rounds(50 * num_sequences)
     num_offers = service.target.counters.num_offers
-    num_drafts, _, _ = service.run_rounds(1000 * num_sequences)
-    assert num_drafts <= 0.02 * 1000 * num_sequences
+    num_drafts, _, _ = service.run_rounds(2000 * num_sequences)
+    assert num_drafts <= 0.02 * 2000 * num_sequences
     assert service.target.counters.num_offers > num_offers, "now and then it is tried"
 
 
@@ -117,7 +117,7 @@ def test_a_probe_beside_others_learns_how_often_a_draft_is_right() -> None:
     service = Service(Pair(0.9, 0.2, free_tokens=16))
     for _ in range(6):
         service.burst(16, 96)
-    assert service.controller._acceptance.rate((1.0,)) > 0.7
+    assert service.controller._acceptance.rate(1.0) > 0.7
 
 
 def test_off_where_the_workers_share_what_they_run_on() -> None:

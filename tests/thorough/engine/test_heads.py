@@ -146,7 +146,7 @@ def test_as_much_of_a_tree_is_verified_as_its_step_time_is_worth(
         assert 0 < counters.num_drafts < 0.1 * counters.num_rounds
 
 
-def test_each_way_is_weighed_against_the_others_and_no_token_changes() -> None:
+def test_with_lengths_that_are_learned_drafts_go_in_order_and_no_token_changes() -> None:
     cases = predicted_cases("llama", SamplingParams(temperature=1.0, top_p=0.95))
     timer = StepTimer()
     timer.add(1, 1, 1.0)
@@ -154,7 +154,7 @@ def test_each_way_is_weighed_against_the_others_and_no_token_changes() -> None:
     outputs = collect(with_heads("llama", draft=draft, ngram=NgramOptions(16), tree=12, chooser=chooser), cases)
     assert [output.tokens for output in outputs] == plainly("llama", cases)
     letters = letters_of(outputs)
-    assert min(letters["a"], letters["x"], letters["h"]) > 0, letters
+    assert min(letters["a"], letters["x"]) > 0, letters
 
 
 def test_greedy_output_is_that_of_transformers() -> None:
