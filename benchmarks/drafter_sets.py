@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from typing import Any
 
-import httpx
+import httpx2
 
 from benchmarks.chat import QUESTIONS
 from benchmarks.modes.load import fresh_salt
@@ -30,7 +30,7 @@ Answer = tuple[tuple[int, ...], Counter[str], float]
 """Tokens; how many came how (``accepted`` under its drafter's name); seconds from the first token to the last."""
 
 
-def ask(client: httpx.Client, path: str, drafters: tuple[str, ...], fields: dict[str, Any]) -> Answer:
+def ask(client: httpx2.Client, path: str, drafters: tuple[str, ...], fields: dict[str, Any]) -> Answer:
     """A completion that these drafters draft for."""
     tokens: list[int] = []
     came: Counter[str] = Counter()
@@ -72,7 +72,7 @@ def main() -> None:
     }
     path = "/v1/chat/completions" if given.chat else "/v1/completions"
     rounds: list[list[Answer]] = []
-    with httpx.Client(base_url=given.url, timeout=600, trust_env=False) as client:
+    with httpx2.Client(base_url=given.url, timeout=600, trust_env=False) as client:
         common["model"] = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         for number in range(given.rounds + 1):
             question, code = QUESTIONS[number % len(QUESTIONS)], CODE[number % len(CODE)]

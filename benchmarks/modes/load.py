@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.modes.measures import DeviceUse, Run, Stream, TokenArrival
@@ -60,10 +60,10 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
         workload: What is asked.
 
     Raises:
-        httpx.HTTPError: The service cannot be reached, or refuses a request.
+        httpx2.HTTPError: The service cannot be reached, or refuses a request.
     """
-    limits = httpx.Limits(max_connections=len(workload.prompts) + 1)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+    limits = httpx2.Limits(max_connections=len(workload.prompts) + 1)
+    async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
         before = await scrape(client)
         started_s = time.perf_counter()
         asked = [_stream(client, model, workload, index) for index in range(len(workload.prompts))]
@@ -75,7 +75,7 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
 
 async def served_model(url: str) -> str:
     """Name of the first model a service lists."""
-    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         answer = (await client.get("/v1/models")).raise_for_status()
         return str(answer.json()["data"][0]["id"])
 
@@ -84,7 +84,7 @@ Figures = dict[str, dict[str, float]]
 """What workers report, by device and figure, summed over a device's workers, and how many (``num_workers``)."""
 
 
-async def scrape(client: httpx.AsyncClient) -> Figures:
+async def scrape(client: httpx2.AsyncClient) -> Figures:
     """The workers' figures on a service's ``/metrics``; those it does not have are left out."""
     answer = await client.get("/metrics")
     return worker_figures(answer.text) if answer.is_success else {}
@@ -92,7 +92,7 @@ async def scrape(client: httpx.AsyncClient) -> Figures:
 
 async def service_stand_ins(url: str) -> tuple[str, ...]:
     """What a running service's metrics tell of emulated devices and scripted tokens, for the head of a table."""
-    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         return reported_stand_ins(await scrape(client))
 
 
@@ -146,7 +146,7 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
     return uses
 
 
-async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, index: int) -> Stream:
+async def _stream(client: httpx2.AsyncClient, model: str, workload: Workload, index: int) -> Stream:
     body = {
         "model": model,
         "prompt": workload.prompts[index],
@@ -176,7 +176,7 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
                     arrivals.append(TokenArrival(time.perf_counter() - started_s, len(choice["token_ids"])))
                 pieces.append(choice["text"])
     if "error" in last or not arrivals:
-        raise httpx.HTTPError(f"a stream ended without its tokens: {last.get('error', 'none came')}")
+        raise httpx2.HTTPError(f"a stream ended without its tokens: {last.get('error', 'none came')}")
     counts = (last.get("metrics") or {}).get("speculative_decoding") or {}
     return Stream(
         "".join(pieces),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
 
-import httpx
+import httpx2
 
 from benchmarks.modes.compare import Variant
 from benchmarks.modes.load import Workload, run_workload, served_model
@@ -113,7 +113,7 @@ class HttpRunner:
         """Run a workload once.
 
         Raises:
-            httpx.HTTPError: The service cannot be reached, or refuses a request.
+            httpx2.HTTPError: The service cannot be reached, or refuses a request.
         """
         return asyncio.run(self._run(self._url(variant), workload))
 
@@ -129,8 +129,8 @@ class HttpRunner:
 def is_healthy(url: str) -> bool:
     """Whether a service answers."""
     try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
-    except httpx.HTTPError:
+        return httpx2.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    except httpx2.HTTPError:
         return False
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import httpx
+import httpx2
 from loop import answer_requests, arguments
 
 import specdec
@@ -30,7 +30,7 @@ def main(*, engine: Mapping[str, Any] = MappingProxyType({}), **keys: Any) -> No
         **keys,
     )
     with Services({"": config}, serve) as services:
-        client = httpx.Client(base_url=services.urls[""], timeout=REQUEST_TIMEOUT_S)
+        client = httpx2.Client(base_url=services.urls[""], timeout=REQUEST_TIMEOUT_S)
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         post = partial(client.post, "/v1/completions")
 

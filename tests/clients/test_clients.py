@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 import specdec.demo
@@ -46,7 +46,7 @@ def test_thousands_of_made_up_requests_cause_no_server_error(service: RunningSer
 def test_a_hostile_body_is_answered(service: RunningService, name: str) -> None:
     body = RAW[name].replace(b'"model": "demo"', f'"model": "{service.model}"'.encode())
     for path in paths_of(body):
-        answer = httpx.post(f"{service.url}{path}", content=body, headers=JSON, timeout=60)
+        answer = httpx2.post(f"{service.url}{path}", content=body, headers=JSON, timeout=60)
         assert answer.status_code < 500, answer.text
         assert answer.is_success or set(answer.json()["error"]) == {"message", "type", "param", "code"}
 

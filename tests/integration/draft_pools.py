@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 
 from cluster.config.names import DRAFT
@@ -125,7 +125,7 @@ class Line:
 
     def sample(self, name: str, metric: str, label: str) -> float:
         """A metric of an application's page, summed over the samples that have a label."""
-        page = httpx.get(f"{self._url}/{name}/metrics", timeout=30, trust_env=False).text
+        page = httpx2.get(f"{self._url}/{name}/metrics", timeout=30, trust_env=False).text
         return sum(map(float, re.findall(rf"^{metric}{{.*{label}.*}} (\S+)$", page, flags=re.MULTILINE)))
 
     def is_linked(self) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
+import httpx2
 
 from tests.integration.kills import Comparison, Streams, start
 from tests.integration.running import RunningService, eventually
@@ -56,8 +56,8 @@ def ask(service: RunningService) -> Refusal:
     """Send one short request."""
     body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1}
     try:
-        answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30, trust_env=False)
-    except httpx.HTTPError:
+        answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=30, trust_env=False)
+    except httpx2.HTTPError:
         return Refusal(None)
     try:
         code = answer.json()["error"]["code"]

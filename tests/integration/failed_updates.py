@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from tests.integration.kills import Comparison, Streams
 from tests.integration.nodes import prepare, serve_alone
@@ -74,9 +74,9 @@ class Probes:
         try:
             options: dict[str, Any] = {"timeout": TIMEOUT_S, "trust_env": False}
             body = {"model": "m", "prompt": "x", "max_tokens": 1}
-            answer = httpx.post(f"{self.url}/v1/completions", json=body, **options)
+            answer = httpx2.post(f"{self.url}/v1/completions", json=body, **options)
             status, may_retry = answer.status_code, "retry-after" in answer.headers
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             pass
         self.found.append((sent_s, status, may_retry, time.monotonic() - sent_s))
         return status
@@ -136,7 +136,7 @@ def application() -> str:
 
 def health(url: str) -> tuple[int, dict[str, Any]]:
     """What ``/health`` says."""
-    answer = httpx.get(f"{url}/health", timeout=30, trust_env=False)
+    answer = httpx2.get(f"{url}/health", timeout=30, trust_env=False)
     return answer.status_code, dict(answer.json())
 
 

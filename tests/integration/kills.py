@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 
 from tests.integration.running import RunningService, eventually
@@ -118,7 +118,7 @@ class Streams:
         """Run stream ``i`` to its end."""
         stream, heard_s, self.num_chunks[i] = Stream(), time.monotonic(), 0
         try:
-            with httpx.stream(
+            with httpx2.stream(
                 "POST",
                 f"{self.url}/v1/completions",
                 json=self.body(i),
@@ -142,7 +142,7 @@ class Streams:
                         stream.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
                     if event.get("usage"):
                         stream.num_tokens = event["usage"]["completion_tokens"]
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             stream.error = repr(error)
         if stream.num_tokens is None and stream.error is None:
             stream.error = "the stream ended without its usage"
@@ -272,8 +272,8 @@ def compared_under_kill(service: RunningService, victim: str) -> Comparison:
 def answers(service: RunningService) -> bool:
     """Whether a new connection is taken, and a request on it answered."""
     try:
-        return httpx.get(f"{service.url}/v1/models", timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
+        return httpx2.get(f"{service.url}/v1/models", timeout=5, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
         return False
 
 

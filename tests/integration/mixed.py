@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
+import httpx2
 
 from tests.integration.running import RunningService, eventually, nothing_held
 
@@ -41,8 +41,8 @@ class MixedRequest:
         path = f"{url}/v1/{'chat/' if self.chat else ''}completions"
         timeout_s = 0.5 if self.leaves and not self.stream else 240
         try:
-            with httpx.stream("POST", path, json=self._body(model), timeout=timeout_s) as answer:
-                lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
+            with httpx2.stream("POST", path, json=self._body(model), timeout=timeout_s) as answer:
+                lines = answer.iter_lines()  # kept: httpx2 hangs up when its iterator is collected
                 if self.leaves:
                     next(lines)
                     return None
@@ -50,7 +50,7 @@ class MixedRequest:
                 # Lines that begin with a colon are comments: nothing was sent for a while.
                 lines = (line for line in lines if line not in ("", "data: [DONE]") and not line.startswith(":"))
                 events = [line.removeprefix("data: ") for line in lines]
-        except httpx.ReadTimeout:
+        except httpx2.ReadTimeout:
             assert self.leaves
             return None
         return "".join(_text(choice) for event in events for choice in json.loads(event)["choices"])

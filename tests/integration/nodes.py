@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 
 from cluster.config.environment import prepare_for_ray
@@ -209,16 +209,16 @@ def is_served(url: str, model: str) -> bool:
     """Whether a new request is answered."""
     body = {"model": model, "prompt": "x", "max_tokens": 1}
     try:
-        return httpx.post(f"{url}/v1/completions", json=body, timeout=10, trust_env=False).status_code == 200
-    except httpx.HTTPError:
+        return httpx2.post(f"{url}/v1/completions", json=body, timeout=10, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
         return False
 
 
 def is_ready(url: str) -> bool:
     """Whether ``/health`` says so."""
     try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
+        return httpx2.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
         return False
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import yaml
 
 from cluster.cli.main import main as specdec
@@ -71,7 +71,7 @@ def nodes(folder: Path) -> Iterator[tuple[LocalCluster, str, list[str]]]:
 def applications(dashboard_address: str) -> dict[str, Any]:
     """What Serve's controller tells of each application."""
     headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
-    answer = httpx.get(f"{dashboard_address}/api/serve/applications/", headers=headers, timeout=30, trust_env=False)
+    answer = httpx2.get(f"{dashboard_address}/api/serve/applications/", headers=headers, timeout=30, trust_env=False)
     return dict(answer.json()["applications"])
 
 
@@ -96,7 +96,7 @@ def placed(dashboard_address: str) -> dict[str, list[str]]:
 def answer(url: str, key: str) -> dict[str, Any]:
     """What a proxy answers to a request with an API key, and with which status to one without."""
     body = {"model": "specdec-demo", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    with httpx2.Client(base_url=url, timeout=120, trust_env=False) as client:
         taken = client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         refused = client.post("/v1/completions", json=body)
         assert taken.status_code == 200, taken.text
@@ -110,7 +110,7 @@ def run(overlay: str) -> dict[str, Any]:
         folder = with_demo_pair(overlay, Path(name), key)
         config = yaml.safe_load(serve_text(folder))
         with nodes(folder) as (cluster, dashboard, workers):
-            config["http_options"] = {"host": "127.0.0.1", "port": httpx.URL(cluster.url()).port}
+            config["http_options"] = {"host": "127.0.0.1", "port": httpx2.URL(cluster.url()).port}
             serve_deploy(yaml.safe_dump(config), dashboard, Path(name))
             eventually(lambda: is_ready(cluster.url()), START_TIMEOUT_S, "the service is ready")
             eventually(lambda: all_run(dashboard), 120, "all applications run")

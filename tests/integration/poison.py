@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import torch
 
 from specdec.core.params import SequenceSpec
@@ -102,10 +102,10 @@ def beside(service: RunningService, streams: Streams, undisturbed: Sequence[Stre
             eventually(streams.have_begun, 120, "all streams have begun")
             sent_s = time.monotonic()
             try:
-                answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+                answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
                 outcome.status, outcome.answer = answer.status_code, answer.json()
                 outcome.error = outcome.answer.get("error", {})
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 outcome.error = {"message": repr(error)}
             outcome.ended_s = time.monotonic() - sent_s
             outcome.compared = Comparison.of(wait(), undisturbed)

@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import httpx
+import httpx2
 import pytest
 
 from tests.integration.mixed import mixed_requests
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 def test_a_client_that_goes_away_leaves_nothing(service: RunningService) -> None:
     body = {"model": "specdec-demo", "prompt": "import os\n", "max_tokens": 1900, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
+    with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()  # kept: httpx2 hangs up when its iterator is collected
         next(lines)
         eventually(lambda: sum(map(bool, service.worker_gauge("kv_blocks_in_use").values())) == 2, 60, "both hold it")
     took_s = eventually(lambda: nothing_held(service), 60, "the sequence and its blocks are gone from both workers")
@@ -36,7 +36,7 @@ def test_clients_that_take_nothing_hold_nothing_and_nobody_up(service: RunningSe
     other = {"model": "specdec-demo", "prompt": "def f(x):\n", "max_tokens": 30, "seed": 1}
 
     def answer() -> str:
-        told = httpx.post(f"{service.url}/v1/completions", json=other, timeout=60)
+        told = httpx2.post(f"{service.url}/v1/completions", json=other, timeout=60)
         return str(told.json()["choices"][0]["text"])
 
     wanted, before = answer(), resident_bytes(service)

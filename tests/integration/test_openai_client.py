@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -340,7 +340,7 @@ def test_a_burst_reads_its_common_prefix_once(service: RunningService, client: O
 )
 def test_bad_input_is_refused_by_name(service: RunningService, model: str, change: dict, param: str) -> None:
     body = {"model": model, "prompt": PROMPT, **change}
-    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
+    answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=30)
     error = answer.json()["error"]
     assert answer.status_code == 400, error
     assert error["param"] == param, error
@@ -363,17 +363,17 @@ def test_prompts_are_scored_by_the_target(client: OpenAI, model: str) -> None:
 
 
 def test_other_answers(service: RunningService) -> None:
-    assert httpx.get(f"{service.url}/health").status_code == 200
-    assert httpx.get(f"{service.url}/nowhere").json()["error"]["type"]
-    assert httpx.post(f"{service.url}/v1/models").status_code == 405
-    malformed = httpx.post(f"{service.url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert httpx2.get(f"{service.url}/health").status_code == 200
+    assert httpx2.get(f"{service.url}/nowhere").json()["error"]["type"]
+    assert httpx2.post(f"{service.url}/v1/models").status_code == 405
+    malformed = httpx2.post(f"{service.url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
     assert malformed.status_code == 400
     assert json.loads(malformed.text)["error"]["message"]
 
 
 def test_an_answer_may_be_larger_than_grpc_allows_by_default(service: RunningService, model: str) -> None:
     body = {"model": model, "prompt": "x = [1, 2, 3]\n" * 60_000, "return_token_strs": True}
-    answer = httpx.post(f"{service.url}/tokenize", json=body, timeout=60)
+    answer = httpx2.post(f"{service.url}/tokenize", json=body, timeout=60)
     assert len(answer.content) > 4 << 20
     assert "".join(answer.json()["token_strs"]) == body["prompt"]
 

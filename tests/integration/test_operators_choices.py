@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -61,14 +61,14 @@ def service(folders: dict[str, Path], access: Path) -> Iterator[RunningService]:
 
 
 @pytest.fixture(scope="module")
-def http(service: RunningService, access: Path) -> Iterator[httpx.Client]:
+def http(service: RunningService, access: Path) -> Iterator[httpx2.Client]:
     """Trusts the service's certificate, and no other."""
-    with httpx.Client(base_url=service.url, verify=ssl.create_default_context(cafile=access / "cert.pem")) as http:
+    with httpx2.Client(base_url=service.url, verify=ssl.create_default_context(cafile=access / "cert.pem")) as http:
         yield http
 
 
 @pytest.fixture(scope="module")
-def client(service: RunningService, http: httpx.Client) -> OpenAI:
+def client(service: RunningService, http: httpx2.Client) -> OpenAI:
     return OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["alice"], http_client=http, max_retries=0, timeout=120)
 
 
@@ -101,7 +101,7 @@ def test_the_highest_token_id_can_be_chosen_and_ends_the_text(client: OpenAI, fo
 
 
 def test_responses_are_kept_for_both_ingresses_and_for_their_key(
-    client: OpenAI, http: httpx.Client, folders: dict[str, Path]
+    client: OpenAI, http: httpx2.Client, folders: dict[str, Path]
 ) -> None:
     options = {"model": str(folders["target"]), "max_output_tokens": 9, "extra_body": {"seed": 4}}
     first = client.responses.create(input="a b", **options)
@@ -136,14 +136,14 @@ def test_only_who_has_a_key_is_served_and_over_tls_alone(
             with pytest.raises(openai.AuthenticationError) as caught:
                 asked()
             assert caught.value.code == "invalid_api_key"
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(service.url.replace("https:", "http:") + "/health", timeout=30)
-    with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
-        httpx.get(f"{service.url}/health", timeout=30)
+    with pytest.raises(httpx2.HTTPError):
+        httpx2.get(service.url.replace("https:", "http:") + "/health", timeout=30)
+    with pytest.raises(httpx2.ConnectError, match=r"(?i)certificate"):
+        httpx2.get(f"{service.url}/health", timeout=30)
 
 
 def test_both_ingresses_stream_and_the_log_names_the_key_and_never_tells_it(
-    service: RunningService, client: OpenAI, http: httpx.Client, folders: dict[str, Path]
+    service: RunningService, client: OpenAI, http: httpx2.Client, folders: dict[str, Path]
 ) -> None:
     body = {"model": str(folders["target"]), "prompt": [1, 5, END, 1], "max_tokens": 30, "temperature": 2, "seed": 4}
     bob = client.with_options(api_key=KEYS["bob"])

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from tests.integration.kills import Comparison, Streams
 from tests.integration.nodes import prepare, serve_alone
@@ -50,7 +50,7 @@ def quantize(url: str) -> None:
     """Have the target quantized by the service itself, and wait until all of its replicas are."""
     from ray import serve
 
-    answer = httpx.post(
+    answer = httpx2.post(
         f"{url}/v1/admin/quantization", json={"target": "int8"}, headers=HEADERS, timeout=TIMEOUT_S, trust_env=False
     )
     assert answer.status_code == 202, answer.text
@@ -67,19 +67,19 @@ def load_adapter(url: str, folder: str) -> None:
 
     write_adapter(Path(folder) / "sql", linear_shapes(ModelSource(str(demo_folder("target")))), 4, 0)
     body = {"lora_name": "sql", "lora_path": "sql"}
-    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
+    answer = httpx2.post(f"{url}/v1/load_lora_adapter", json=body, headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
     assert answer.status_code == 200, answer.text
 
 
 def num_with_adapter(url: str) -> int:
     """How many of ten lists of models, which ingresses give in turn, have the adapter."""
-    answers = [httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False) for _ in range(10)]
+    answers = [httpx2.get(f"{url}/v1/models", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False) for _ in range(10)]
     return sum("sql" in [model["id"] for model in answer.json()["data"]] for answer in answers)
 
 
 def fingerprint(url: str) -> str:
     """Of the target that the service has for new requests."""
-    found = httpx.get(f"{url}/v1/admin/quantization", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
+    found = httpx2.get(f"{url}/v1/admin/quantization", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
     return str(found.json()["target"]["fingerprint"])
 
 
@@ -111,9 +111,9 @@ def status_of_a_request(url: str) -> int | None:
     body = {"prompt": "x", "max_tokens": 1}
     try:
         options: dict[str, Any] = {"headers": HEADERS, "timeout": TIMEOUT_S, "trust_env": False}
-        model = httpx.get(f"{url}/v1/models", **options).json()["data"][0]["id"]
-        answer = httpx.post(f"{url}/v1/completions", json={"model": model, **body}, **options)
-    except (httpx.HTTPError, ValueError, KeyError):
+        model = httpx2.get(f"{url}/v1/models", **options).json()["data"][0]["id"]
+        answer = httpx2.post(f"{url}/v1/completions", json={"model": model, **body}, **options)
+    except (httpx2.HTTPError, ValueError, KeyError):
         return None
     return answer.status_code
 

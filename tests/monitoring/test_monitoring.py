@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import httpx
+import httpx2
 import pytest
 
 from tests.integration.kills import Streams, processes_of
@@ -70,7 +70,7 @@ def some_requests(service: RunningService) -> None:
     with Streams(service.url, service.model, count=2, max_tokens=60).running() as wait:
         assert not [stream.error for stream in wait() if stream.error]
     body = {"model": "none", "prompt": "x"}
-    assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=60, trust_env=False).status_code == 404
+    assert httpx2.post(f"{service.url}/v1/completions", json=body, timeout=60, trust_env=False).status_code == 404
 
 
 def as_chosen(query: str) -> str:
@@ -139,4 +139,4 @@ def keep_up(service: RunningService, fault: str) -> None:
         return
     body = {"model": service.model, "prompt": "x", "max_tokens": 20, "ignore_eos": True}
     body |= {"logit_bias": {str(KINDS["raise"]): 0.5}}
-    httpx.post(f"{service.url}/v1/completions", json=body, timeout=120, trust_env=False)
+    httpx2.post(f"{service.url}/v1/completions", json=body, timeout=120, trust_env=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
@@ -73,8 +73,8 @@ def client(service: RunningService) -> OpenAI:
     return OpenAI(base_url=f"{service.url}/v1", api_key=USER, timeout=240)
 
 
-def change(service: RunningService, path: str, **body: str) -> httpx.Response:
-    return httpx.post(f"{service.url}/v1/{path}", json=body, headers={"Authorization": f"Bearer {OPS}"}, timeout=120)
+def change(service: RunningService, path: str, **body: str) -> httpx2.Response:
+    return httpx2.post(f"{service.url}/v1/{path}", json=body, headers={"Authorization": f"Bearer {OPS}"}, timeout=120)
 
 
 def say(client: OpenAI, model: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import torch
 from openai import OpenAI
@@ -106,8 +106,8 @@ def test_a_prefix_that_was_read_is_not_read_again(hybrid: RunningService, client
 
 def test_a_client_that_goes_away_leaves_nothing(hybrid: RunningService) -> None:
     body = {"model": "specdec-demo-hybrid", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{hybrid.url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
+    with httpx2.stream("POST", f"{hybrid.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()  # kept: httpx2 hangs up when its iterator is collected
         next(lines)
         eventually(lambda: hybrid.worker_gauge("state_slots_in_use")["target"] > 0, 60, "a slot is held")
     eventually(lambda: nothing_held(hybrid), 60, "the sequence, its blocks and its slot are gone from both workers")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-import httpx
+import httpx2
 import pytest
 
 from tests.integration.kills import Comparison, Streams, kill_one, start, under_kill, under_random_kills
@@ -61,7 +61,7 @@ def test_ten_minutes_of_random_load_and_kills_leave_nothing_held(service: Runnin
     def client() -> None:
         while time.monotonic() < end_s:
             answered = False
-            with suppress(httpx.HTTPError, AssertionError, StopIteration):  # a killed ingress takes its connections
+            with suppress(httpx2.HTTPError, AssertionError, StopIteration):  # a killed ingress takes its connections
                 answered = next(requests).send(service.url, model) is not None
             answers.append(answered)
 

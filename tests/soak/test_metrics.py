@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -69,13 +69,13 @@ def counted(service: RunningService) -> Counted:
 async def mixed(service: RunningService, counted: Counted, numbers: Iterable[int]) -> None:
     """Send requests of all kinds, and count what their answers say."""
     gate = asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=service.url, timeout=300, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=service.url, timeout=300, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         counted.statuses["/v1/models", "200"] += 1
         await asyncio.gather(*(ask(client, gate, model, i, counted) for i in numbers))
 
 
-async def ask(client: httpx.AsyncClient, gate: asyncio.Semaphore, model: str, i: int, counted: Counted) -> None:
+async def ask(client: httpx2.AsyncClient, gate: asyncio.Semaphore, model: str, i: int, counted: Counted) -> None:
     """One request: a stream, two samples, one that stops early, one with an error, or one for no model."""
     body: dict[str, Any] = {"model": model, "prompt": f"def f{i}(n):", "max_tokens": 8 + i % 17, "seed": i}
     body |= {"temperature": i % 2, "per_request_spec_decode_metrics": "summary"}
@@ -137,12 +137,12 @@ class Sums:
 
 
 def of_service(service: RunningService) -> Sums:
-    return Sums(httpx.get(f"{service.url}/metrics", timeout=60, trust_env=False).text)
+    return Sums(httpx2.get(f"{service.url}/metrics", timeout=60, trust_env=False).text)
 
 
 def of_ray(exporter: str) -> Sums:
     """Ray's exporter, with the names that the relabelling rule of ``k8s/monitoring`` makes."""
-    page = httpx.get(exporter, timeout=60, trust_env=False).text
+    page = httpx2.get(exporter, timeout=60, trust_env=False).text
     lines = [line for line in page.splitlines() if line.startswith("ray_specdec_")]
     rule = re.compile(r"^(?:ray_(specdec_\w*_(?:bucket|sum|count))_total|ray_(specdec_\w*))")
     return Sums("\n".join(rule.sub(lambda m: m[1] or m[2], line) for line in lines) + "\n")
@@ -219,7 +219,7 @@ def test_tokens_of_cancelled_streams_are_somewhere(service: RunningService, coun
     before = of_ray(exporter)
 
     async def cancel_some() -> int:
-        async with httpx.AsyncClient(base_url=service.url, timeout=300, trust_env=False) as client:
+        async with httpx2.AsyncClient(base_url=service.url, timeout=300, trust_env=False) as client:
             seen = 0
             for i in range(8):
                 body = {"model": service.model, "prompt": f"{i}", "max_tokens": 200, "stream": True}

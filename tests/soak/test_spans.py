@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.integration.running import RunningService, eventually
@@ -44,7 +44,7 @@ def spans(service: RunningService) -> list[Span]:
 def complete(service: RunningService, **headers: str) -> dict[str, Any]:
     body = {"model": service.model, "prompt": "def fibonacci(n):", "max_tokens": 60, "temperature": 0}
     body |= {"ignore_eos": True, "per_request_spec_decode_metrics": "summary"}
-    answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = httpx2.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
     answer.raise_for_status()
     return dict(answer.json())
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -39,8 +39,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 @pytest.fixture(scope="module")
-def http(service: RunningService) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{service.url}/v1", headers=HEADERS, timeout=120, trust_env=False) as client:
+def http(service: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=f"{service.url}/v1", headers=HEADERS, timeout=120, trust_env=False) as client:
         yield client
 
 
@@ -55,7 +55,7 @@ def processes(service: RunningService, name: str) -> list[psutil.Process]:
     return found
 
 
-def last_response(http: httpx.Client) -> dict[str, Any]:
+def last_response(http: httpx2.Client) -> dict[str, Any]:
     """The response that a stream ends with."""
     answer = http.post("/responses", json=ASK | {"stream": True})
     assert answer.status_code == 200, answer.text
@@ -64,13 +64,15 @@ def last_response(http: httpx.Client) -> dict[str, Any]:
     return dict(events[-1]["response"])
 
 
-def is_stored(http: httpx.Client) -> bool:
+def is_stored(http: httpx2.Client) -> bool:
     answer = http.post("/responses", json=ASK)
     assert answer.status_code == 200, "an answer failed with its store"
     return "x-specdec-warning" not in answer.headers
 
 
-def test_answers_go_out_while_the_store_hangs_and_when_it_has_died(service: RunningService, http: httpx.Client) -> None:
+def test_answers_go_out_while_the_store_hangs_and_when_it_has_died(
+    service: RunningService, http: httpx2.Client
+) -> None:
     loaded = http.post("/load_lora_adapter", json={"lora_name": "sql", "lora_path": "sql"})
     assert loaded.status_code == 200, loaded.text
     assert all(http.get("/models/sql").status_code == 200 for _ in range(8)), "each ingress knows it"
@@ -134,14 +136,14 @@ def test_one_replica_that_hangs_costs_neither_health_nor_metrics_and_is_replaced
 def test_health_waits_for_another_replica_where_its_only_one_has_died(service: RunningService) -> None:
     (health,) = [one for one in processes(service, "Health") if "ray::" in " ".join(one.cmdline())]
     health.send_signal(signal.SIGKILL)
-    with httpx.Client(timeout=60, trust_env=False) as client:
+    with httpx2.Client(timeout=60, trust_env=False) as client:
         assert client.get(f"{service.url}/v1/models", headers=HEADERS).status_code == 200, "requests do not need it"
         assert {client.get(f"{service.url}/health").status_code for _ in range(4)} == {200}
     assert len([one for one in processes(service, "Health") if _is_there(one)]) == 1
 
 
 def test_an_ingress_that_dies_takes_its_own_streams_and_nothing_from_the_store(
-    service: RunningService, http: httpx.Client
+    service: RunningService, http: httpx2.Client
 ) -> None:
     loaded = http.post("/load_lora_adapter", json={"lora_name": "sql", "lora_path": "sql"})
     assert loaded.status_code == 200, loaded.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import httpx
+import httpx2
 import pytest
 from transformers import AutoTokenizer
 
@@ -94,12 +94,12 @@ async def test_no_prompt_is_found_in_a_cache(bench: Bench, url: str) -> None:
 
 async def test_a_stream_that_fails_is_no_result(bench: Bench, url: str) -> None:
     bench.script = lambda request: [*bench.say(TEXT, 4, "length")[:1], ServiceUnavailableError("gone")]
-    with pytest.raises(httpx.HTTPError, match="without its tokens"):
+    with pytest.raises(httpx2.HTTPError, match="without its tokens"):
         await run_workload(url, "demo", Workload(("a",), 9, 0.0, 0))
 
 
 async def test_a_refusal_is_an_error(url: str) -> None:
-    with pytest.raises(httpx.HTTPStatusError):
+    with pytest.raises(httpx2.HTTPStatusError):
         await run_workload(url, "another", Workload(("a",), 9, 0.0, 0))
 
 
