@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig
 from cluster.config.app import AppArgs
 from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
-from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET, drafter_deployment
+from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.config.replicas import ReplicaRange, scaling
 from cluster.launch.capacity import check_memory, gpu_bytes_of, plan_updates, ray_nodes
 from cluster.launch.placement import ActorShare, placement_of, ray_devices, with_pair_placed
@@ -75,9 +75,6 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     workers = [_worker(TargetServer, "target", args, placement.target, surge["target"], environment=environment)]
     if args.has_own_draft:
         workers.append(_worker(DraftServer, "draft", args, placement.draft, surge["draft"]))
-    for drafter in args.deployed_drafters:
-        share, name = placement.drafters[drafter.name], drafter_deployment(drafter.name)
-        workers.append(_worker(DraftServer, "draft", args.of_drafter(drafter), share, 0, name=name))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
         **replica_options(args.replicas.router, "router"),
         ray_actor_options=placement.router.ray_actor_options,
@@ -113,8 +110,6 @@ class DraftPoolArgs(AppArgs):
     def _has_a_model(self) -> "DraftPoolArgs":
         if not self.has_own_draft:
             raise refused_key("draft.model", "draft.model: a pool needs a draft model of its own")
-        if self.drafters:
-            raise refused_key("drafters", "drafters: a pool has one draft model; name others in the applications")
         return self
 
     def app_args(self) -> AppArgs:
@@ -158,10 +153,6 @@ def check_files(args: AppArgs) -> None:
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
         configured_pair(args, target, draft)
-    for of_drafter in map(args.of_drafter, args.deployed_drafters):
-        source = draft_source(of_drafter)
-        if source is not None and Path(source.path).expanduser().is_dir():
-            configured_pair(of_drafter, target, source)
 
 
 def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:

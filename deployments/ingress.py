@@ -221,7 +221,6 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
         target,
         None if source is None else _served(args, source, name, "draft", vocab_size, own),
         num_speculative_tokens=args.most_draft_tokens,
-        drafters=args.drafter_names,
         exactness=args.exactness,
         created_s=int(time.time()),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from ray import serve
@@ -11,7 +10,7 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.environment import check_node
 from cluster.config.live import set_log_level
-from cluster.config.names import DRAFT, TARGET, drafter_deployment
+from cluster.config.names import DRAFT, TARGET
 from cluster.config.replicas import least
 from cluster.models.identity import fingerprints
 from deployments.metrics.autoscaling import ExposedDrafts, Metrics, Waker
@@ -42,7 +41,6 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         check_node()
         set_log_level(args)
         own = fingerprints(args)
-        drafters = DRAFTER, *(drafter.name for drafter in args.drafters)
         self._machine = RouterMachine(
             replica_id(),
             planner_of(args),
@@ -51,15 +49,15 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             max_reopens=args.limits.max_reopens,
             keeps_numeric=args.exactness == "strict",
             outlives_contract=args.numeric_contract_lost == "continue",
-            drafters=drafters,
         )
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack
-        self._kinds: tuple[WorkerKind, ...] = ("target", *drafters) if args.has_drafters else ("target",)
-        groups = [_group(kind, args.pools.get(kind)) for kind in self._kinds]
+        groups = [_group("target", None)]
+        if args.has_drafters:
+            groups.append(_group(DRAFTER, args.draft.pool))
         self._router_host = self.start_router(self._machine, workers=groups, fingerprints=own)
         self._least = _min_workers(args)
-        self._wakers: dict[WorkerKind, Waker] = {}
+        self._waker: Waker | None = None
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._metrics))
         self._users = users_poll()
@@ -86,8 +84,8 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
     async def _metrics(self) -> Metrics:
         of_workers = self._machine.worker_metrics()
         linked = [kind for kind, _ in of_workers.values()]
-        workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._kinds}
-        workers |= {f"min_workers/{kind}": float(self._least[kind]) for kind in self._kinds}
+        workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._least}
+        workers |= {f"min_workers/{kind}": float(least) for kind, least in self._least.items()}
         targets = {name: metrics for name, (kind, metrics) in of_workers.items() if kind == "target"}
         exposed = {"exposed_draft_share": self._exposed.update(targets, time.monotonic())}
         return self._machine.metrics() | workers | exposed | self.config_metrics()
@@ -109,18 +107,17 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     def _call_drafters(self) -> None:
         """Call for a drafter when one is wanted, where there may be none."""
-        for name in self._kinds[1:]:
-            if not self._least[name] and name not in self._wakers:
-                waker = self._wakers[name] = Waker(partial(self._lacks, name), partial(self._call, name))
-                self._closers.append(waker.close)
+        if self._least.get(DRAFTER) == 0 and self._waker is None:
+            self._waker = Waker(self._lacks_drafter, self._wake_drafter)
+            self._closers.append(self._waker.close)
 
-    def _lacks(self, drafter: WorkerKind) -> bool:
+    def _lacks_drafter(self) -> bool:
         of_workers = self._machine.worker_metrics().values()
-        is_there = any(kind == drafter and not metrics.get("is_draining") for kind, metrics in of_workers)
-        return not is_there and self._machine.lacks(drafter)
+        is_there = any(kind == DRAFTER and not metrics.get("is_draining") for kind, metrics in of_workers)
+        return not is_there and self._machine.lacks_drafter()
 
-    def _call(self, drafter: WorkerKind) -> Any:
-        app_name = self._args.pools.get(drafter) or serve.get_replica_context().app_name
+    def _wake_drafter(self) -> Any:
+        app_name = self._args.draft.pool or serve.get_replica_context().app_name
         return serve.get_deployment_handle(DRAFT, app_name).wake.remote()
 
     async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
@@ -130,10 +127,11 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
 
 def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:
-    """Workers of each kind that there are in any case; of pools', which are other applications', none."""
-    further = {drafter.name: drafter.replicas for drafter in args.deployed_drafters}
-    workers = {"target": least(args.replicas.target), DRAFTER: least(args.replicas.draft), **further}
-    return workers | dict.fromkeys(args.pools, 0)
+    """Return how many workers of each kind there are in any case; of a pool, which is another application, none."""
+    workers: dict[WorkerKind, int] = {"target": least(args.replicas.target)}
+    if args.has_drafters:
+        workers[DRAFTER] = 0 if args.draft.pool is not None else least(args.replicas.draft)
+    return workers
 
 
 def planner_of(args: AppArgs) -> Planner | PlanController:
@@ -154,6 +152,5 @@ def _group(kind: WorkerKind, application: str | None) -> PeerGroup[RouterMachine
         machine.worker_joined(name, kind, now_s)
 
     match: FingerprintKind = "decision" if kind == "target" else "vocabulary"
-    own = {"target": TARGET, DRAFTER: DRAFT}.get(kind) or drafter_deployment(kind)
-    deployment = own if application is None else DRAFT
+    deployment = TARGET if kind == "target" else DRAFT
     return PeerGroup(deployment, joined, RouterMachine.worker_lost, match, application=application)

@@ -74,14 +74,6 @@ MUTANTS = (
         _SCHEDULES,
     ),
     Mutant(
-        "P4",
-        "a token is credited to two drafters",
-        _PROTOCOL + "target.py",
-        "num_credited = max(0, min(num_right, num_accepted) - len(credited))",
-        "num_credited = max(0, min(num_right, num_accepted))",
-        _SCHEDULES,
-    ),
-    Mutant(
         "P5",
         "a sequence waits for an offer without end",
         _PROTOCOL + "target.py",
@@ -129,11 +121,10 @@ MUTANTS = (
     ),
     Mutant(
         "P10",
-        "a new plan leaves a sequence open on drafters that it no longer needs",
+        "a new plan leaves a sequence open on a drafter that it no longer needs",
         _PROTOCOL + "router.py",
-        "                self._dispatcher.close(session, link)\n        for link in session.links:\n"
-        "            if link is not session.target",
-        "                pass\n        for link in session.links:\n            if link is not session.target",
+        "            self._dispatcher.close(session, session.drafter)\n        for link in session.links:",
+        "            pass\n        for link in session.links:",
         _test(
             "specdec/protocol/test_replans.py",
             "test_a_plan_that_falls_to_nothing_leaves_the_drafter_and_one_that_rises_comes_back_under_a_new_n",

@@ -136,14 +136,6 @@ class ModelFindings:
 
 
 @dataclass(slots=True)
-class DrafterFindings:
-    """What is known of one of ``drafters``; the same as of the draft."""
-
-    model: ModelFindings | None = None
-    pair: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
 class Findings:
     """All that was found.
 
@@ -152,7 +144,6 @@ class Findings:
         target: None where there is a problem with it.
         draft: The same; also None where there is no draft.
         pair: What holds for both together: see :class:`specdec.checkpoint.compat.PairReport`.
-        drafters: Of each further drafter, by its name.
         engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
         is_paired: Whether both models are in one process, where nothing overlaps.
         problems: Why the pair cannot be served, a line each; empty where it can.
@@ -164,7 +155,6 @@ class Findings:
     target: ModelFindings | None = None
     draft: ModelFindings | None = None
     pair: dict[str, Any] | None = None
-    drafters: dict[str, DrafterFindings] = field(default_factory=dict)
     engine: str | None = None
     is_paired: bool = False
     problems: list[str] = field(default_factory=list)
@@ -199,37 +189,33 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
         target = _examined(source, args, args.target, shares[0], findings, progress)
         if target is not None:
             findings.target = _findings(target, source, args, findings, progress)
-    if draft_source(args) is not None:
-        found = _examined_drafter(args, source, shares[1], 1, findings, progress)
-        findings.draft, findings.pair = found.model, found.pair
-    for i, drafter in enumerate(args.deployed_drafters):
-        share = placement.drafters[drafter.name].gpu_share
-        found = _examined_drafter(args.of_drafter(drafter), source, share, 2 + i, findings, progress)
-        findings.drafters[drafter.name] = found
+    draft = draft_source(args)
+    if draft is not None:
+        _examine_draft(args, source, draft, shares[1], findings, progress)
     return findings
 
 
-def _examined_drafter(
-    args: AppArgs, target: ModelSource, gpu_share: float, gpu: int, findings: Findings, progress: Progress | None
-) -> DrafterFindings:
-    """What is found of the draft of some arguments, on a GPU of its own where there is one of that number."""
-    from cluster.models.sources import draft_source
-
-    source, found = draft_source(args), DrafterFindings()
-    assert source is not None, "a drafter has a model"
+def _examine_draft(
+    args: AppArgs,
+    target: ModelSource,
+    source: ModelSource,
+    gpu_share: float,
+    findings: Findings,
+    progress: Progress | None,
+) -> None:
+    """Load the draft, on a GPU of its own if there is a second one."""
     if (
-        len(findings.machine.gpus) > gpu
+        len(findings.machine.gpus) > 1
         and not args.is_paired
         and source.device_map is None
         and on_one_gpu(target, source)
     ):
-        source = replace(source, device=f"cuda:{gpu}")  # as it will have in the service
+        source = replace(source, device="cuda:1")  # as it will have in the service
     built = _examined(source, args, args.draft, gpu_share, findings, progress)
     if built is not None:
-        found.model = _findings(built, source, args, findings, progress)
+        findings.draft = _findings(built, source, args, findings, progress)
         if findings.target is not None or findings.engine is not None:
-            found.pair = _examined_pair(findings, target, source, args)
-    return found
+            findings.pair = _examined_pair(findings, target, source, args)
 
 
 def _pair_shares(
@@ -344,7 +330,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, config_overrides(arguments))
     try:
         # Without a network this takes seconds; loading would try each file five times.
-        loads_both = not config.pools and config.target.engine != "vllm"
+        loads_both = config.draft.pool is None and config.target.engine != "vllm"
         config = fetch_models(config, _progress) if loads_both else config
     except InvalidParameterError as error:
         findings = Findings(this_machine(), None, problems=[str(error)])
@@ -370,15 +356,13 @@ def report(findings: Findings) -> Iterator[str]:
         yield from model_lines("target", findings.target)
     if findings.engine is not None:
         yield _line("target", findings.engine)
-    drafts = {"draft": DrafterFindings(findings.draft, findings.pair)} | findings.drafters
-    for name, found in drafts.items():
-        if found.model is not None:
-            yield from model_lines(name, found.model, is_draft=True)
-        if found.pair is not None:
-            yield _line("pair", f"fits together: {found.pair['num_shared_tokens']} tokens in common")
-            yield from (_line("", note) for note in found.pair["notes"])
-            if findings.target is not None and found.model is not None:
-                yield _line("", steps_line(found.model.step_s / findings.target.step_s, findings.is_paired))
+    if findings.draft is not None:
+        yield from model_lines("draft", findings.draft, is_draft=True)
+    if findings.pair is not None:
+        yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
+        yield from (_line("", note) for note in findings.pair["notes"])
+        if findings.target is not None and findings.draft is not None:
+            yield _line("", steps_line(findings.draft.step_s / findings.target.step_s, findings.is_paired))
     yield from (_line("remark", remark) for remark in findings.remarks)
     yield from (_line("problem", problem) for problem in findings.problems)
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
@@ -422,7 +406,7 @@ def machine_lines(machine: Hardware) -> Iterator[str]:
 def placement_lines(placement: Placement, *, has_draft: bool) -> Iterator[str]:
     """What each replica of the models would get."""
     shares = {"target": placement.target} | ({"draft": placement.draft} if has_draft else {})
-    for role, share in (shares | dict(placement.drafters)).items():
+    for role, share in shares.items():
         options = ", ".join(f"{name} {value}" for name, value in share.ray_actor_options.items())
         yield _line("placement", f"{role}: {options}, torch threads {share.num_torch_threads}")
     yield from (_line("", remark) for remark in placement.remarks)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.config.base import M, StrictModel, refused_key
-from cluster.config.drafters import MOST_DRAFTERS, DrafterConfig, named_models
 from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
 from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
@@ -27,7 +26,6 @@ from cluster.config.values import (
     ToolParser,
 )
 from specdec.core.errors import InvalidParameterError
-from specdec.core.messages import DRAFTER
 from specdec.core.params import Exactness, LogprobsMode
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.branches import BRANCHES_IN_ALL
@@ -149,11 +147,6 @@ class AppArgs(StrictModel):
     )
     target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
-    drafters: Annotated[tuple[DrafterConfig, ...], BeforeValidator(named_models)] = Field(
-        (),
-        max_length=MOST_DRAFTERS,
-        description="further drafters: name; pool, or replicas, actor and the keys of draft",
-    )
     served_model_name: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
         (), description="the model's name in the API; requests may give further ones, answers give the first"
     )
@@ -329,8 +322,6 @@ class AppArgs(StrictModel):
             raise refused_key("draft.method", "draft.method: heads need target.engine: transformers")
         if self.is_paired:
             self._check_paired()
-        if self.drafters:
-            self._check_drafters()
         if self.lora.is_enabled and self.target.engine != "transformers":
             raise refused_key("lora", "lora: adapters need target.engine: transformers")
         if self.lora.has_draft_adapters and self.draft.engine != "transformers":
@@ -363,23 +354,6 @@ class AppArgs(StrictModel):
         for section in ("actors", "replicas", "updates"):
             if "draft" in getattr(self, section).model_fields_set:
                 raise refused_key(key, f"{says} has no replicas of the draft: leave out {section}.draft")
-
-    def _check_drafters(self) -> None:
-        """Refuse what several drafters do not go with."""
-        if self.target.model is None:
-            raise refused_key("drafters", "drafters: need a target: give target too")
-        if not self.has_drafters:
-            raise refused_key("drafters", "drafters: draft beside draft: name its model, in a process of its own")
-        if self.lora.has_draft_adapters:
-            raise refused_key("drafters", "drafters: draft without adapters: say lora.models: target")
-        if len(self.pools) > len(set(self.pools.values())):
-            raise refused_key("drafters", "drafters: name one pool twice, or that of draft again: once is enough")
-
-    def of_drafter(self, drafter: DrafterConfig) -> AppArgs:
-        """The arguments by which one of ``deployed_drafters`` is deployed: it is the draft in these."""
-        args = self.model_dump(exclude_unset=True, exclude={"drafters", "actors", "updates"})
-        own = {"draft": drafter.as_draft(), "replicas": {"draft": drafter.replicas}}
-        return AppArgs.model_validate(args | own)
 
     def extension(self, model: type[M]) -> M:
         """The keys of a section from outside the tree, or its defaults where the configuration has none of it.
@@ -446,22 +420,6 @@ class AppArgs(StrictModel):
     def has_drafters(self) -> bool:
         """Whether there are processes that draft, wherever they are."""
         return self.has_draft and not self.is_paired
-
-    @property
-    def pools(self) -> dict[str, str]:
-        """Of drafters that are another application's, that application, by their names here."""
-        named = {DRAFTER: self.draft.pool} | {drafter.name: drafter.pool for drafter in self.drafters}
-        return {name: pool for name, pool in named.items() if pool is not None}
-
-    @property
-    def deployed_drafters(self) -> tuple[DrafterConfig, ...]:
-        """Further drafters that are deployed beside the target."""
-        return tuple(drafter for drafter in self.drafters if drafter.pool is None)
-
-    @property
-    def drafter_names(self) -> tuple[str, ...]:
-        """Of ``draft`` where it is a process of its own, and of all further ones."""
-        return (DRAFTER, *(drafter.name for drafter in self.drafters)) if self.has_drafters else ()
 
     @property
     def has_draft_model(self) -> bool:

@@ -7,14 +7,9 @@ TARGET = "TargetServer"
 DEPLOYMENTS = (INGRESS, ROUTER, DRAFT, TARGET)
 
 
-def drafter_deployment(name: str) -> str:
-    """The deployment of a further drafter."""
-    return f"{DRAFT}-{name}"
-
-
 def loads_model(deployment: str) -> bool:
     """Whether a deployment's replicas load a model, and say what they do."""
-    return deployment.partition("-")[0] in (TARGET, DRAFT)
+    return deployment in (TARGET, DRAFT)
 
 
 APPLICATION_NAME = "specdec"

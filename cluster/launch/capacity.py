@@ -112,11 +112,6 @@ def check_memory(args: AppArgs, placement: Placement, nodes: Sequence[Node], gpu
         _check("target", args, args.target, target_source(args), placement.target, nodes, asked_once, beside)
     if source is not None and not args.is_paired:
         _check("draft", args, args.draft, source, placement.draft, nodes, asked_once)
-    for drafter in args.deployed_drafters:
-        of_drafter, share = args.of_drafter(drafter), placement.drafters[drafter.name]
-        source = draft_source(of_drafter)
-        assert source is not None, "each has a model"
-        _check(f"drafters.{drafter.name}", of_drafter, drafter, source, share, nodes, asked_once)
 
 
 def gpu_bytes() -> tuple[int, ...]:

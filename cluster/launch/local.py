@@ -356,8 +356,6 @@ def status_args(config: ServiceConfig) -> dict[str, Any]:
     keys = ("metrics_need_key", "api_keys_file")
     given = config.access.model_dump(include=set(keys), exclude_unset=True)
     given |= config.model_dump(include={"update_timeout_s"}, exclude_unset=True)
-    if config.deployed_drafters:
-        given["drafters"] = [drafter.name for drafter in config.deployed_drafters]
     return {"application": APPLICATION_NAME, **given}
 
 

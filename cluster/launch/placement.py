@@ -15,7 +15,7 @@ from specdec.core.errors import InvalidParameterError
 from specdec.engine.shares import equal_share
 
 Role = str
-"""``target``, ``draft``, or ``drafters.<name>``."""
+"""``target`` or ``draft``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,13 @@ class ActorShare:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The share of each deployment's replicas, of further drafters by their names, and remarks for the log."""
+    """The share of each deployment's replicas, and remarks for the log."""
 
     target: ActorShare
     draft: ActorShare
     router: ActorShare
     ingress: ActorShare
     remarks: tuple[str, ...] = ()
-    drafters: Mapping[str, ActorShare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +183,6 @@ def check_gpus(args: AppArgs) -> None:
     gpus_per_replica("target", args.target, args.actors.target)
     if args.has_own_draft:
         gpus_per_replica("draft", args.draft, args.actors.draft)
-    for drafter in args.deployed_drafters:
-        gpus_per_replica(f"drafters.{drafter.name}", drafter, drafter.actor)
 
 
 def with_pair_placed(args: AppArgs, devices: Devices) -> AppArgs:
@@ -221,7 +218,7 @@ def with_pair_placed(args: AppArgs, devices: Devices) -> AppArgs:
     try:
         return validated(type(args), paired, "")
     except InvalidParameterError:
-        return args  # heads, further drafters, another engine or another mode need a process of its own
+        return args  # heads, another engine or another mode need a process of its own
 
 
 def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, can_grow: bool = True) -> Placement:
@@ -252,10 +249,6 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
     if args.has_own_draft:
         demand = gpus_per_replica("draft", args.draft, actors.draft)
         workers.append(_Worker("draft", most(replicas.draft), demand, actors.draft))
-    for drafter in args.deployed_drafters if has_target else ():
-        role = f"drafters.{drafter.name}"
-        demand = gpus_per_replica(role, drafter, drafter.actor)
-        workers.append(_Worker(role, drafter.replicas, demand, drafter.actor))
     fronts = [(most(replicas.router), actors.router), (most(replicas.ingress), actors.ingress)]
     gpus = _gpus(workers, devices, can_grow)
     cpus = _cpus(workers, fronts, devices, can_grow)
@@ -267,7 +260,6 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
         remarks=tuple(_remarks(workers, shares, cpus, devices, args.is_paired)),
-        drafters={drafter.name: shares[f"drafters.{drafter.name}"] for drafter in args.deployed_drafters if has_target},
     )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.app import AppArgs, ServiceConfig, is_loopback
-from cluster.config.drafters import pool_key
 from cluster.config.environment import RAY_SETTINGS
 from cluster.config.files import read_yaml
 from cluster.config.live import without_live
@@ -26,11 +25,9 @@ from cluster.config.names import (
     STATUS,
     STATUS_PARTS,
     TARGET,
-    drafter_deployment,
 )
 from cluster.config.replicas import most, scaling
 from cluster.launch.local import serves_log, status_args
-from cluster.launch.placement import gpus_per_replica
 from specdec.core.errors import InvalidParameterError
 
 EVERY_ADDRESS = "0.0.0.0"
@@ -81,7 +78,6 @@ def _args_and_deployments(args: AppArgs, deployments: dict[str, str]) -> dict[st
     if "lora" in live:  # their room is fixed, and which there are is not
         fixed.setdefault("lora", {}).setdefault("models", "both" if args.lora.has_draft_adapters else "target")
     of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()]
-    of_each += [{"name": drafter_deployment(drafter.name), "user_config": live} for drafter in args.deployed_drafters]
     return {"args": fixed, "deployments": of_each}
 
 
@@ -106,18 +102,12 @@ def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
     if args.actors.target.num_gpus is None or args.actors.draft.num_gpus is None:
         text = f"{key}: two applications share no devices out: set actors.target.num_gpus and actors.draft.num_gpus"
         raise InvalidParameterError(key, text)
-    for drafter in args.deployed_drafters:
-        role = f"drafters.{drafter.name}"
-        if gpus_per_replica(role, drafter, drafter.actor).num_gpus is None:
-            text = f"{key}: two applications share no devices out: set {role}.actor.num_gpus, or {role}.device: cpu"
-            raise InvalidParameterError(key, text)
     service = args.model_dump(mode="json", exclude_unset=True)
     drafters = dict(service)
     for section in _BY_DEPLOYMENT:
         parts = service.pop(section, {})
         drafters[section] = {"draft": parts.pop("draft")} if "draft" in parts else {}
         service[section] = parts
-    drafters.pop("drafters", None)
     draft, target = service.get("draft", {}), drafters.get("target", {})
     service["draft"] = {"pool": DRAFT_APPLICATION_NAME} | {name: draft[name] for name in _OF_SERVICE if name in draft}
     drafters["target"] = {name: target[name] for name in _OF_DRAFT if name in target}
@@ -144,7 +134,6 @@ def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
 def _is_placed(args: AppArgs, deployments: Iterable[str]) -> bool:
     """Whether no model's share of a device depends on how many replicas there are."""
     models = [getattr(args.actors, part) for part in ("target", "draft") if part in deployments]
-    models += [drafter.actor for drafter in args.deployed_drafters]
     return all(one.num_gpus is not None and one.num_cpus is not None for one in models)
 
 
@@ -163,18 +152,16 @@ def _status_application(part: str, config: ServiceConfig) -> dict[str, Any]:
 
 
 def _check(config: ServiceConfig) -> None:
-    further = [("drafters", drafter) for drafter in config.drafters]
-    for key, model in (("target.token", config.target), ("draft.token", config.draft), *further):
+    for key, model in (("target.token", config.target), ("draft.token", config.draft)):
         if model.token is not None:
             raise InvalidParameterError(
                 key,
                 f"{key}: a cluster would show it: leave it out, and set HF_TOKEN on every node (on Kubernetes by the "
                 "Secret specdec-hub)",
             )
-    for key in map(pool_key, config.pools):
-        raise InvalidParameterError(
-            key, f"{key}: this is one application; write several into one Serve configuration by hand"
-        )
+    if config.draft.pool is not None:
+        text = "draft.pool: this is one application; write several into one Serve configuration by hand"
+        raise InvalidParameterError("draft.pool", text)
     if "host" in config.model_fields_set and config.host not in (EVERY_ADDRESS, "::"):
         what = "nobody else reaches it" if is_loopback(config.host) else "every node would listen on it"
         raise InvalidParameterError("host", f"host: {config.host}: {what}: leave it out, or give {EVERY_ADDRESS}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.config.app import CHAT_MODEL, AppArgs
-from cluster.config.drafters import pool_key
 from cluster.config.models import ModelConfig
 from cluster.models.demos import check_made, demo_folder
 from cluster.models.identity import model_dtype
@@ -38,13 +37,12 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
 
     Raises:
         InvalidParameterError: A folder does not exist or holds no model, or the hub does not give the model; or the
-            drafters are to be those of a pool, which is another application.
+            draft is to be that of a pool, which is another application.
     """
-    for name, pool in args.pools.items():
-        key = pool_key(name)
+    if args.draft.pool is not None:
         raise InvalidParameterError(
-            key,
-            f"{key}: {pool} is another application of a Ray cluster, and on one machine there is none: "
+            "draft.pool",
+            f"draft.pool: {args.draft.pool} is another application of a Ray cluster, and on one machine there is none: "
             "name a draft model",
         )
     if args.draft.has_heads and args.draft.heads is None:
@@ -54,8 +52,6 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
         return _chat_demo(args) if args.demo == "chat" else args
     both = (("target", args.target), ("draft", args.draft))
     pinned: dict[str, Any] = {role: _pinned(role, model, report) for role, model in both if model.model is not None}
-    if args.drafters:  # none of them is a pool
-        pinned["drafters"] = tuple(_pinned(f"drafters.{one.name}", one, report) for one in args.drafters)
     return args.model_copy(update=pinned)
 
 
@@ -88,8 +84,7 @@ def check_models(args: AppArgs, warn: Callable[[str], None]) -> None:
     Raises:
         InvalidParameterError: A folder is here and holds no model, or the hub says that there is no such model.
     """
-    further = [(f"drafters.{drafter.name}", drafter) for drafter in args.deployed_drafters]
-    for role, model in (("target", args.target), ("draft", args.draft), *further):
+    for role, model in (("target", args.target), ("draft", args.draft)):
         if model.model is not None:
             _check(f"{role}.model", model.model, model, warn)
 

@@ -83,7 +83,6 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         executor=args.executor,
         max_draft_tokens=args.most_draft_tokens,
         heads=_heads(args) if model is args.target else None,
-        merges_drafts=model is args.target and bool(args.drafters),
         logprobs_mode=args.logprobs_mode if model is args.target else "raw_logprobs",
         strict_tile_tokens=args.strict_tile_tokens if args.exactness == "strict" and model is args.target else None,
     )

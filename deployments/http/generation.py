@@ -193,7 +193,6 @@ class Generation:
         stats, tally = self.job.context.stats, self.tallies[index]
         stats.num_draft_tokens += tally.num_draft_tokens
         stats.num_accepted_tokens += tally.num_accepted_tokens
-        stats.accepted_by_drafter += tally.by_drafter
         stats.finish[reason] = None
 
     async def _pump(

@@ -253,7 +253,7 @@ def _job(
         lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))
         context.stats.reservation.add_tokens(sum(lengths) * (body.n or 1))
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
-    bound, drafters = speculation_bound(body, model), chosen_drafters(body, model, info)
+    bound = speculation_bound(body, model)
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):
         shared = SharedTokens(prompt)
@@ -271,7 +271,6 @@ def _job(
                 request_id=context.label,
                 trace=context.trace,
                 num_speculative_tokens=bound,
-                drafters=drafters,
                 prediction=prediction,
                 wants_times=body.wants_speculation,
                 cache_salt=context.cache_salt(body.cache_salt) or "",
@@ -377,38 +376,19 @@ def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:
     """The request's bound on draft tokens per round; None where it leaves that to the service.
 
     Raises:
-        InvalidParameterError: The bound is not allowed, drafts are both asked for, or drafters named, and switched off,
-            or they are asked for of the draft itself.
+        InvalidParameterError: The bound is not allowed, drafts are both asked for and switched off, or they are asked
+            for of the draft itself.
     """
     bound = validated_num_speculative_tokens(body.num_speculative_tokens)
     if bound and body.disable_spec_decode:
         raise InvalidParameterError(
             "disable_spec_decode", f"disable_spec_decode and num_speculative_tokens ({bound}) exclude each other"
         )
-    off = "disable_spec_decode" if body.disable_spec_decode else "num_speculative_tokens (0)" if bound == 0 else ""
-    if off and body.drafters:
-        raise InvalidParameterError("drafters", f"drafters and {off} exclude each other; drafters: [] goes with it")
-    if bound and body.drafters == []:
-        raise InvalidParameterError("drafters", f"drafters: [] and num_speculative_tokens ({bound}) exclude each other")
     if bound and model.role == "draft":
         raise InvalidParameterError(
             "num_speculative_tokens", f"num_speculative_tokens must be 0 for {model.name!r}: nothing drafts for it"
         )
-    return 0 if body.disable_spec_decode or body.drafters == [] or model.role == "draft" else bound
-
-
-def chosen_drafters(body: GenerationBody, model: ServedModel, info: ModelInfo) -> tuple[str, ...]:
-    """The drafters that a request names; empty where all may draft, or none.
-
-    Raises:
-        InvalidParameterError: It names one that there is not.
-    """
-    names = tuple(body.drafters or ())
-    allowed = info.drafters if model.role == "target" else ()
-    if unknown := [name for name in names if name not in allowed]:
-        says = f"must be of {', '.join(allowed)}" if allowed else f"must be []: nothing drafts apart for {model.name!r}"
-        raise InvalidParameterError("drafters", f"drafters {says}; got {unknown[0]!r}")
-    return names
+    return 0 if body.disable_spec_decode or model.role == "draft" else bound
 
 
 def request_seed(body: GenerationBody) -> int:

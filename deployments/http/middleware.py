@@ -154,8 +154,6 @@ def _log(context: RequestContext, method: str, path: str, status: int) -> dict[s
         "draft_tokens": stats.num_draft_tokens,
         "accepted_tokens": stats.num_accepted_tokens,
     }
-    if stats.accepted_by_drafter:
-        fields["accepted_by_drafter"] = ",".join(f"{name}:{n}" for name, n in stats.accepted_by_drafter.items())
     logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()), extra={"request": fields})
     return fields
 

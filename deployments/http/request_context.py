@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ class RequestStats:
         reservation: Its part of what is taken in; None where it asks for nothing to be generated.
         admitted_s: When it had its slots, on the monotonic clock.
         first_token_s: When its first token came, on the same.
-        accepted_by_drafter: Accepted tokens of each drafter, where it asked whose they are.
         finish: How its choices ended, each way once.
     """
 
@@ -37,7 +35,6 @@ class RequestStats:
     num_completion_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_by_drafter: Counter[str] = field(default_factory=Counter)
     admitted_s: float | None = None
     first_token_s: float | None = None
     finish: dict[str, None] = field(default_factory=dict)

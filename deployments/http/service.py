@@ -83,7 +83,6 @@ class ModelInfo:
         created_s: When the service was started, in seconds since the epoch.
         adapters: The adapters of the target by name, each a model that requests can name. A view of what is loaded
             now: it changes as adapters are loaded and unloaded, and nobody copies it per request.
-        drafters: Names of the drafters that a request may choose among.
     """
 
     target: ServedModel
@@ -92,7 +91,6 @@ class ModelInfo:
     exactness: Exactness = "fast"
     created_s: int = 0
     adapters: Mapping[str, ServedModel] = field(default_factory=dict)
-    drafters: tuple[str, ...] = ()
 
     @property
     def base_models(self) -> tuple[ServedModel, ...]:

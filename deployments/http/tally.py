@@ -24,20 +24,17 @@ class RoundTally:
         plan: The newest that was reported.
         num_predicted: Draft tokens of the request's prediction that were kept.
         num_mispredicted: Those that were verified and not kept.
-        by_drafter: Draft tokens kept of each drafter, where the request asked whose they are.
     """
 
     def __init__(self) -> None:
         self.rounds: Counter[Round] = Counter()
         self.plan: Plan | None = None
         self.num_predicted = self.num_mispredicted = 0
-        self.by_drafter: Counter[str] = Counter()
         self._num_accepted = 0
 
     def add(self, notes: Notes) -> list[Round]:
         """Take the notes of the next tokens and return the rounds that are now complete."""
         complete = []
-        self.by_drafter.update(filter(None, notes.drafters))
         for byte, num_drafted in zip(notes.provenance, notes.num_drafted, strict=True):
             is_accepted = token_kind(byte) is TokenKind.ACCEPTED
             self._num_accepted += is_accepted
@@ -119,7 +116,6 @@ def how_it_came(notes: Notes, plan: Plan | None) -> dict[str, Any]:
     return {
         "kind": [token_kind(byte).name.lower() for byte in notes.provenance],
         "source": [token_source(byte).name.lower() for byte in notes.provenance],
-        "drafter": [name or None for name in notes.drafters] or [None] * len(notes.provenance),
         "num_draft_tokens": notes.num_drafted,
         "times": times or [None] * len(notes.provenance),
         "plan": None if plan is None else _written(plan),

@@ -241,16 +241,6 @@ REPORTED = [
     ),
     _counter(_TARGET, "num_draft_tokens_by_source", "Draft tokens of these.", labels=("source",)),
     _counter(_TARGET, "num_accepted_tokens_by_source", "Draft tokens of these that were accepted.", labels=("source",)),
-    _counter(_TARGET, "num_drafts_by_drafter", "Verified drafts for which a drafter had tokens.", labels=("drafter",)),
-    _counter(
-        _TARGET, "num_draft_tokens_by_drafter", "Its verified tokens that no better drafter had.", labels=("drafter",)
-    ),
-    _counter(
-        _TARGET,
-        "num_accepted_tokens_by_drafter",
-        "Its accepted tokens that no better drafter had.",
-        labels=("drafter",),
-    ),
     _counter(
         _TARGET,
         "num_failed_draft_steps",
@@ -324,7 +314,6 @@ REPORTED = [
     ),
     _counter(_ROUTER, "num_refused_model", "Sequences that a router refused because they are of another model."),
     _counter(_ROUTER, "num_refused_draining", "Sequences that a router refused because it drains."),
-    _counter(_ROUTER, "num_unknown_drafters", "Sequences that name a drafter which their router lacks."),
     _counter(_WORKERS, "num_fallbacks", "Sequences that ran without speculation, by reason.", labels=("reason",)),
     _counter(_ALL, "num_config_errors", "Configurations that a replica refused while it served."),
     # What the controller plans, and the estimates behind it.

@@ -16,7 +16,7 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.base import validated
 from cluster.config.files import merged
-from cluster.config.names import DEPLOYMENTS, DRAFT, LOCAL_APPLICATION, drafter_deployment
+from cluster.config.names import DEPLOYMENTS, DRAFT, LOCAL_APPLICATION
 from cluster.launch.local import load_builder, serves_log
 from cluster.models.identity import fingerprints
 from deployments.http.api import ApiOf, ContextOf
@@ -59,8 +59,7 @@ def add_quantization_routes(app: FastAPI, args: AppArgs, *, is_local: bool = Fal
         wanted = requantized(args, body.target, body.draft)
         async with one_by_one:
             is_deployed = await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)
-        names = *DEPLOYMENTS, *(drafter_deployment(one.name) for one in wanted.deployed_drafters)
-        replaced = [name for name in names if is_deployed and (name != DRAFT or wanted.has_own_draft)]
+        replaced = [name for name in DEPLOYMENTS if is_deployed and (name != DRAFT or wanted.has_own_draft)]
         return await asyncio.to_thread(described, wanted) | {"replaced": replaced}
 
     app.include_router(router)

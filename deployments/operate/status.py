@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from cluster.config.base import StrictModel
 from cluster.config.environment import api_keys
 from cluster.config.limits import names
-from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET, drafter_deployment, loads_model
+from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET, loads_model
 from cluster.launch.local import describe, last_line
 from cluster.launch.startup import starting
 from deployments.http.errors import ApiError
@@ -138,7 +138,6 @@ class StatusArgs(StrictModel):
     draft_pool: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
         (), description="names of the applications of its drafters, pools"
     )
-    drafters: tuple[str, ...] = Field((), description="names of its drafters beside the draft")
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
         None, min_length=1, description="file with API keys, as in the application's args"
@@ -203,7 +202,7 @@ class Metrics:
 
     def __init__(self, args: StatusArgs) -> None:
         self._args = args
-        own = ((args.application, name) for name in (*DEPLOYMENTS, *map(drafter_deployment, args.drafters)))
+        own = ((args.application, name) for name in DEPLOYMENTS)
         self._asked = [
             (deployment, _asked(application, deployment, "metrics_page", _METRICS_S))
             for application, deployment in (*own, *((pool, DRAFT) for pool in args.draft_pool))

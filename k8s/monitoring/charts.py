@@ -13,7 +13,7 @@ WINDOW = "[$__rate_interval]"
 TOKENS_PER_S = "suffix: tokens/s"
 WORKER = "deployment, replica"
 WHOSE = "{{deployment}} {{replica}}"
-TARGETS, DRAFTERS = 'deployment="TargetServer"', 'deployment=~"DraftServer(-.+)?"'
+TARGETS, DRAFTERS = 'deployment="TargetServer"', 'deployment="DraftServer"'
 
 
 @dataclass(frozen=True, slots=True)

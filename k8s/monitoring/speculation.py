@@ -55,15 +55,6 @@ BOARD = Board(
                 "none",
                 {"tokens": f"1 + {ratio(f.ACCEPTED_TOKENS, f.DRAFTS)}"},
             ),
-            Chart(
-                "Tokens by drafter",
-                "Draft tokens of each drafter that targets verified, and those of them that were accepted.",
-                TOKENS_PER_S,
-                {
-                    "{{drafter}} verified": rate(named("draft_tokens_by_drafter"), "drafter"),
-                    "{{drafter}} accepted": rate(named("accepted_tokens_by_drafter"), "drafter"),
-                },
-            ),
         ),
         "Plans": (
             Chart(

@@ -96,7 +96,7 @@ OFFERED = frozenset(("chain", "branch"))
 OF_HEADS = "heads"
 """Source of drafts of heads on the target."""
 OFFERS_KEPT = 4
-"""Offers per sequence and drafter that a target holds at once."""
+"""Offers per sequence that a target holds at once."""
 
 
 class Draft(NamedTuple):
@@ -151,38 +151,6 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft()
 MAX_TREE_TOKENS = 64
 """Most tokens of a tree: attention has a bit of a word for each."""
-
-
-def merge(chains: Sequence[Draft], most_tokens: int = MAX_TREE_TOKENS) -> tuple[Draft, list[int]]:
-    """The trie of the chains of several drafters (rule 18).
-
-    It has the first chain at its beginning, so that what a target verifies that takes no tree begins with it.
-
-    Args:
-        chains: Those that go first get the room.
-        most_tokens: Of the trie; each chain has as many of its first tokens in it as there is room for.
-
-    Returns:
-        The trie, and for each chain how many tokens it has added to those before it.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    nodes: dict[tuple[int, int], int] = {}
-    added: list[int] = []
-    for chain in chains:
-        before, at = len(tokens), -1
-        for token in chain.tokens:
-            node = nodes.setdefault((at, token), len(tokens))
-            if node == len(tokens):
-                if node == most_tokens:
-                    del nodes[at, token]
-                    break
-                tokens.append(token)
-                parents.append(at)
-            at = node
-        added.append(len(tokens) - before)
-    is_chain = parents == list(range(-1, len(parents) - 1))
-    return Draft(tuple(tokens), chains[0].source, () if is_chain else tuple(parents)), added
 
 
 class DraftChooser(Protocol):

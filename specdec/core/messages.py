@@ -47,7 +47,7 @@ class RoundTimes(NamedTuple):
 
 
 DRAFTER = "drafter"
-"""Name of a service's only drafter."""
+"""Kind of the workers that draft."""
 
 
 class TokenKind(IntEnum):
@@ -111,8 +111,6 @@ class Notes(Struct, frozen=True, array_like=True):
             sequence had left what they give.
         times: At the last token of a round, when it was worked on; None at all others. Empty where the request did not
             ask.
-        drafters: Where the request asked for times, the drafter that had an accepted token; empty at all others. No
-            entries where no drafter had any.
     """
 
     provenance: bytes = b""
@@ -121,7 +119,6 @@ class Notes(Struct, frozen=True, array_like=True):
     prompt_logprobs: PackedLogprobs | None = None
     num_cached_tokens: int = 0
     times: tuple[RoundTimes | None, ...] = ()
-    drafters: tuple[str, ...] = ()
 
     def last(self, count: int) -> Notes:
         """The notes of the last ``count`` tokens."""
@@ -129,8 +126,7 @@ class Notes(Struct, frozen=True, array_like=True):
             return self
         start = len(self.provenance) - count
         logprobs = None if self.logprobs is None else self.logprobs[start:]
-        times, drafters = self.times[start:], self.drafters[start:]
-        return Notes(self.provenance[start:], self.num_drafted[start:], logprobs, times=times, drafters=drafters)
+        return Notes(self.provenance[start:], self.num_drafted[start:], logprobs, times=self.times[start:])
 
     def first(self, count: int) -> Notes:
         """The notes of the first ``count`` tokens."""
@@ -138,8 +134,7 @@ class Notes(Struct, frozen=True, array_like=True):
         if not count:
             return Notes(logprobs=logprobs)
         provenance, num_drafted, times = self.provenance[:count], self.num_drafted[:count], self.times[:count]
-        drafters = self.drafters[:count]
-        return Notes(provenance, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times, drafters)
+        return Notes(provenance, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times)
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
@@ -149,7 +144,6 @@ class Notes(Struct, frozen=True, array_like=True):
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )
         times = () if not self.times and not other.times else self._all_times() + other._all_times()
-        drafters = () if not self.drafters and not other.drafters else self._all_drafters() + other._all_drafters()
         begins = self if self.provenance else other
         return Notes(
             self.provenance + other.provenance,
@@ -158,16 +152,11 @@ class Notes(Struct, frozen=True, array_like=True):
             begins.prompt_logprobs,
             begins.num_cached_tokens,
             times,
-            drafters,
         )
 
     def _all_times(self) -> tuple[RoundTimes | None, ...]:
         """An entry per token, also where nobody measured."""
         return self.times or (None,) * len(self.provenance)
-
-    def _all_drafters(self) -> tuple[str, ...]:
-        """An entry per token, also where no drafter had any."""
-        return self.drafters or ("",) * len(self.provenance)
 
 
 class Plan(Struct, frozen=True, array_like=True):
@@ -180,7 +169,6 @@ class Plan(Struct, frozen=True, array_like=True):
         mode: ``sequential``: draft for the newest prefix_hash only; else draft ahead while the target verifies. Whether
             that is ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
         draft_wait_s: In turn, how long the target may hold a sequence back for an offer; 0 goes on plainly at once.
-        drafters: Names of those that draft; all that there are where none is named.
     """
 
     num_draft_tokens: int = 0
@@ -188,7 +176,6 @@ class Plan(Struct, frozen=True, array_like=True):
     acceptance_rate: float = 0.8
     mode: SpeculationMode = "overlap"
     draft_wait_s: float = 0.0
-    drafters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Name the mode that the numbers imply."""
@@ -292,7 +279,6 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
         suspects: Name of the group that it is in quarantine with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
         numeric: As in :class:`Submit`, where it is to be kept.
-        drafter: Where the worker is to draft, the name of its offers (rule 18).
     """
 
     seq: str
@@ -306,7 +292,6 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
     suspects: str = ""
     output: Tokens = ()
     numeric: str = ""
-    drafter: str = DRAFTER
 
 
 class Verdict(Struct, frozen=True, array_like=True, tag=True):
@@ -364,7 +349,6 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
         branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
             would be prefix_hash + chain[:n] + (token,), and the branch's chain would go on from there.
         steps: The drafter's steps for the sequence since the offer before, where the request asked for times.
-        drafter: Whose it is: one of those that draft for the sequence, or the only one (rule 18).
     """
 
     seq: str
@@ -373,7 +357,6 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
     chain: Tokens
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
     steps: tuple[Interval, ...] = ()
-    drafter: str = DRAFTER
 
 
 class PlanUpdate(Struct, frozen=True, array_like=True, tag=True):

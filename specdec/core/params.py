@@ -139,7 +139,6 @@ class SequenceSpec:
         wants_times: Whether to note when its rounds were worked on; nothing else depends on it.
         adapter: What the target is used with; None: the model as it is.
         draft_adapter: The same of the draft; only how often it is right depends on it.
-        drafters: Names of those that may draft for it; all that there are where none is named.
         keeps_numeric: Whether it keeps to the numeric contract by which it has begun, where targets are strict.
     """
 
@@ -159,7 +158,6 @@ class SequenceSpec:
     wants_times: bool = False
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
-    drafters: tuple[str, ...] = ()
     keeps_numeric: bool = True
 
     @property

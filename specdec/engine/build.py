@@ -108,7 +108,6 @@ class BackendOptions:
         eager_reason: Why operators are run in place of recorded steps, for the model's notes.
         dependent_launches: See :class:`~specdec.executor.runner.ModelRunner`.
         max_draft_tokens: Most draft tokens of a sequence that recorded steps have room for.
-        merges_drafts: Whether drafts may be tries of several drafters' chains.
         strict_tile_tokens: Run steps as passes of so many tokens, and see at the start that a token's logits then have
             the same bits in every step. With 0, on a GPU, a step is one pass whose products split nothing. None runs a
             step as one pass.
@@ -134,7 +133,6 @@ class BackendOptions:
     eager_reason: str = ""
     dependent_launches: bool = False
     max_draft_tokens: int = 0
-    merges_drafts: bool = False
     strict_tile_tokens: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
 
@@ -170,14 +168,12 @@ def _recorded_or_eager(build: Callable[[BackendOptions], B], source: ModelSource
 def _build_target(source: ModelSource, options: BackendOptions, progress: Progress | None) -> tuple[ModelTarget, Built]:
     built = _build(source, options, options.max_model_len, progress)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
-    heads = None
+    heads, most_draft_tokens = None, options.max_draft_tokens
+    if options.heads is not None:
+        most_draft_tokens = max(most_draft_tokens, options.heads.tree_tokens)
     if built.heads is not None and options.heads is not None:
         most = options.heads.most_tokens
         heads = HeadDrafter(built.heads, built.runner, sampler, most, options.heads.tree_tokens)
-    tree_tokens = MAX_TREE_TOKENS if options.merges_drafts and built.runner.takes_trees else 0
-    if options.heads is not None:
-        tree_tokens = max(tree_tokens, options.heads.tree_tokens)
-    most_draft_tokens = max(options.max_draft_tokens, tree_tokens)
     num_batched_tokens = _max_num_batched_tokens(built.loaded, options)
     limits = StepLimits(options.max_num_seqs, num_batched_tokens)
     warm_sampling(sampler, built.runner.no_logits, limits, most_draft_tokens)
@@ -479,9 +475,7 @@ def _executor_limits(
         return None
     if options.strict_tile_tokens:
         return None  # a step is several passes then
-    merges_drafts = options.merges_drafts and not loaded.recurrent_layers and loaded.opaque_state is None
-    tree_tokens = MAX_TREE_TOKENS if merges_drafts else 0
-    tree_tokens = tree_tokens if options.heads is None else max(tree_tokens, options.heads.tree_tokens)
+    tree_tokens = 0 if options.heads is None else options.heads.tree_tokens
     max_draft_tokens = max(options.max_draft_tokens, tree_tokens)
     max_rows = max(NUM_CHECKED_ROWS, options.max_num_seqs + num_branches)
     num_row_words = _SAMPLING_WORDS + -(-loaded.vocab_size // 32)  # with a mask of its grammar
@@ -490,7 +484,7 @@ def _executor_limits(
         max_tokens=max(NUM_CHECKED_TOKENS, _max_num_batched_tokens(loaded, options)),
         max_length=max(NUM_CHECKED_TOKENS, max_model_len + MAX_TREE_TOKENS),  # a tree's tokens lie one after another
         max_draft_tokens=max_draft_tokens,
-        has_trees=options.heads is not None or merges_drafts,
+        has_trees=options.heads is not None,
         num_extra_words=min(_MOST_EXTRA_WORDS, max_rows * (1 + max_draft_tokens) * num_row_words),
         num_chained_passes=num_chained_passes,
         num_guesses=_NUM_GUESSES if num_branches else 0,

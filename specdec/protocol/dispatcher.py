@@ -260,7 +260,6 @@ class Dispatcher:
         quarantine: Its suspects.
         lease_s: For which sequences are opened.
         fingerprints: Of the models that workers must have (rule 14).
-        drafters: Names of its drafters.
         keeps_numeric: Whether sequences keep to the numeric contract by which they have begun (rule 17).
 
     Attributes:
@@ -276,10 +275,8 @@ class Dispatcher:
         quarantine: Quarantine,
         lease_s: float,
         fingerprints: Fingerprints,
-        drafters: Sequence[str],
         keeps_numeric: bool,
     ) -> None:
-        self._kinds: tuple[WorkerKind, ...] = ("target", *drafters)
         self._router = router
         self._outbox = outbox
         self._counters = counters
@@ -344,7 +341,6 @@ class Dispatcher:
             suspects="" if group is None else group.name,
             output=session.log.tail(len(session.log.prompt)),
             numeric=_numeric(session, link),
-            drafter=DRAFTER if is_deciding else link.kind,
         )
         self.send(link, message)
 
@@ -399,7 +395,7 @@ class Dispatcher:
 
     def try_suspects(self, now_s: float) -> None:
         """Open a group of suspects on each worker that has none, the least loaded first."""
-        for kind in self._kinds if self._quarantine.is_waiting else ():
+        for kind in ("target", DRAFTER) if self._quarantine.is_waiting else ():
             without = set(self._quarantine.taken)
             while (name := self.workers.least_loaded(kind, without)) is not None:
                 without.add(name)

@@ -85,7 +85,6 @@ class DraftSequence(WorkerSequence):
 
     Attributes:
         rank: Those with the least are drafted first, and yield last where room is short.
-        drafter: The name of its offers.
         path: The chain: draft tokens after the log.
         tokens: Log and chain.
         branches: By position and token of their outcome, in the order in which they were forked.
@@ -106,7 +105,6 @@ class DraftSequence(WorkerSequence):
         "_bounds",
         "agreed",
         "branches",
-        "drafter",
         "ending_token_ids",
         "forked_for",
         "intervals",
@@ -125,7 +123,6 @@ class DraftSequence(WorkerSequence):
     def __init__(self, message: Open, max_model_len: int) -> None:
         super().__init__(message)
         self.rank = *self.spec.order, self.seq
-        self.drafter = message.drafter
         self.path = Path()
         self.tokens = TokenBuffer(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}
@@ -347,5 +344,5 @@ class DraftSequence(WorkerSequence):
                 drafted = tuple(branch.path.tokens[: branch.num_wanted])
                 branch.num_offered = len(drafted)
                 branches.append((Outcome(branch.position - length, branch.token), drafted))
-        offered = tuple(self.path.tokens), tuple(branches), intervals, self.drafter
+        offered = tuple(self.path.tokens), tuple(branches), intervals
         return Offer(self.seq, self.epoch, self.log.prefix_hash(), *offered)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -57,8 +56,6 @@ class RouterMachine:
         fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
         max_reopens: Most times that a sequence is opened again after failures of its own, and most times in a row
             because a worker has another history of it (rule 16).
-        drafters: Names of the drafters, each with workers of its own: all draft for a sequence (rule 18). The first is
-            the one that sequences of the draft model ask.
         keeps_numeric: Whether targets refuse sequences that have begun by another numeric contract (rule 17).
         outlives_contract: Whether a sequence goes on where no target of its numeric contract is left (rule 17).
 
@@ -75,16 +72,14 @@ class RouterMachine:
         *,
         fingerprints: Fingerprints = UNKNOWN,
         max_reopens: int = 3,
-        drafters: Sequence[str] = (DRAFTER,),
         keeps_numeric: bool = False,
         outlives_contract: bool = False,
     ) -> None:
         self.name = name
-        self.drafters = tuple(drafters)
         self.fingerprints = fingerprints
         self.is_draining = False
         self.tracer: Tracer | None = None
-        self.counters = RouterCounters(num_worker_deaths=Counter(dict.fromkeys(("target", *self.drafters), 0)))
+        self.counters = RouterCounters(num_worker_deaths=Counter({"target": 0, DRAFTER: 0}))
         self.planning = Planning(planner)
         self._times = times
         self._outlives_contract = outlives_contract
@@ -98,7 +93,6 @@ class RouterMachine:
             self.quarantine,
             times.lease_s,
             fingerprints,
-            self.drafters,
             keeps_numeric,
         )
         self.workers = self._dispatcher.workers
@@ -134,10 +128,9 @@ class RouterMachine:
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
         return {**planned, **own, **self.counters.metrics(), "num_without_drafter": lacking}
 
-    def lacks(self, kind: WorkerKind) -> bool:
-        """Whether a sequence needs a drafter of a kind, or any drafter, and there is none."""
-        is_lacking = any(session.lacks(kind) for session in self._sessions)
-        return is_lacking or self.metrics()["num_without_drafter"] > 0
+    def lacks_drafter(self) -> bool:
+        """Whether a sequence needs a drafter, and there is none."""
+        return self.metrics()["num_without_drafter"] > 0
 
     def drain(self, now_s: float) -> None:
         """Take no sequences any more; those that are here go on to their end (rule 15)."""
@@ -241,21 +234,17 @@ class RouterMachine:
     def _review(self, now_s: float) -> None:
         """Ask the controller, and carry out what it has changed."""
         sessions = [session for session in self._sessions if session.is_planned and session.target.worker is not None]
-        placements = {
-            session.seq: (str(session.target.worker), next(iter(session.drafters.values())).worker)
-            for session in sessions
-        }
+        placements = {session.seq: (str(session.target.worker), session.drafter.worker) for session in sessions}
         for seq, plan in self.planning.review(placements, now_s).items():
             session = self._sessions.get(seq)
             if session is not None and session.is_planned:
                 self._replan(session, plan, now_s)
 
     def _replan(self, session: Session, plan: Plan, now_s: float) -> None:
-        """A plan opens the sequence on drafters that it needs anew, and closes it on those that it needs no more."""
-        before, session.plan = session.drafting, plan
-        for link in before:
-            if link not in session.drafting and link.worker is not None:
-                self._dispatcher.close(session, link)
+        """Carry out a new plan: open the sequence on a drafter, or close it there, if it needs one now, or no more."""
+        session.plan = plan
+        if session.drafter not in session.links and session.drafter.worker is not None:
+            self._dispatcher.close(session, session.drafter)
         for link in session.links:
             if link is not session.target and link.worker is None:
                 self._dispatcher.place(session, link, now_s)
@@ -274,9 +263,8 @@ class RouterMachine:
                     live.setdefault(link.worker, []).append((session.seq, session.link_epoch(link)))
                     if link.is_replanned:  # nobody acknowledges a plan: it is repeated as long as it holds
                         self._send_plan(session, link)
-            for link in session.drafting:
-                if link.length < len(session.log):
-                    self._commit(session, link, link.length)
+            if session.drafter in session.links and session.drafter.length < len(session.log):
+                self._commit(session, session.drafter.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries), self._times.lease_s))
 
@@ -287,12 +275,11 @@ class RouterMachine:
             if why:
                 self._outbox.put(message.ingress, Gone(message.seq, message.attempt, why))
                 return
-        session = Session(message, Plan(), self._times.lease_s, self.drafters)
+        session = Session(message, Plan(), self._times.lease_s)
         if self._sessions.admit(session, now_s) is None:
             return
         if held is not None:
             self._end(held)
-        self.counters.num_unknown_drafters += not set(message.spec.drafters) <= set(self.drafters)
         session.begin_span(self.tracer)
         if session.is_planned:
             session.plan = self.planning.opened(message.seq, message.spec)
@@ -349,8 +336,8 @@ class RouterMachine:
         if session.span is not None:
             session.span.add(num_tokens=len(new.provenance))
         self.planning.decided(session.seq, new, now_s)
-        for link in session.drafting if message.finish is None else ():
-            self._commit(session, link, link.sent)  # first: what is late here makes the next drafts late
+        if message.finish is None and session.drafter in session.links:
+            self._commit(session, session.drafter.sent)  # first: what is late here makes the next drafts late
         self._dispatcher.send(session.target, Ack(message.seq, message.epoch, len(session.log)))
         if message.finish is not None:
             self._finish(session, message.finish, message.reason)
@@ -370,7 +357,7 @@ class RouterMachine:
         else:
             logger.warning("The drafter %s drafts no more for %s: %s", link.worker, label(session), why)
             self._dispatcher.close(session, link)
-            del session.drafters[link.kind]
+            session.may_draft = False
 
     def _takes(self, session: Session, message: Verdict) -> bool:
         """Rule 2: append once, and check. False where another life of the target has decided under this epoch."""
@@ -379,12 +366,11 @@ class RouterMachine:
 
     def _on_offer(self, message: Offer) -> None:
         session = self._sessions.get(message.seq)
-        link = None if session is None or session.finish is not None else session.drafters.get(message.drafter)
-        if session is None or link is None or message.epoch != session.link_epoch(link):
+        if session is None or session.finish is not None or message.epoch != session.link_epoch(session.drafter):
             self.counters.num_dropped_messages += 1
             return
-        link.length = min(message.prefix_hash.length, len(session.log))
-        link.num_mismatches = 0
+        session.drafter.length = min(message.prefix_hash.length, len(session.log))
+        session.drafter.num_mismatches = 0
         epoch = session.link_epoch(session.target)
         self._dispatcher.send(session.target, message if message.epoch == epoch else replace(message, epoch=epoch))
 
@@ -417,10 +403,11 @@ class RouterMachine:
             self._dispatcher.hand_over(self._sessions, now_s)
         self.planning.reported(message.worker, worker.kind, message.metrics)
 
-    def _commit(self, session: Session, link: WorkerLink, base: int) -> None:
-        """Tell a drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
-        link.sent = len(session.log)
-        message = Commit(session.seq, session.link_epoch(link), base, session.log.tail(base), session.log.prefix_hash())
+    def _commit(self, session: Session, base: int) -> None:
+        """Tell the drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
+        log, link = session.log, session.drafter
+        link.sent = len(log)
+        message = Commit(session.seq, session.link_epoch(link), base, log.tail(base), log.prefix_hash())
         self._dispatcher.send(link, message)
 
     def _send_tokens(self, session: Session, base: int) -> None:

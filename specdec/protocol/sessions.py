@@ -173,7 +173,8 @@ class Session(LeasedSequence):
     """A sequence's log of record. Its epoch is (attempt, 0); each of its links has an ``n`` of its own.
 
     Attributes:
-        drafters: Its links to those that may draft for it, by their names; its request may leave some out.
+        drafter: Its link to whoever drafts for it.
+        may_draft: Whether drafters may be asked: not after one had another history of it too often.
         client_length: Length that the ingress has acknowledged.
         sent_length: Length up to which it was sent.
         prompt_sent_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
@@ -190,7 +191,7 @@ class Session(LeasedSequence):
     """
 
     __slots__ = (
-        *("client_length", "drafters", "failed_length", "finish", "ingress", "is_tried", "log", "notes"),
+        *("client_length", "drafter", "failed_length", "finish", "ingress", "is_tried", "log", "may_draft", "notes"),
         *(
             "num_deaths",
             "num_failures",
@@ -208,7 +209,7 @@ class Session(LeasedSequence):
         ),
     )
 
-    def __init__(self, message: Submit, plan: Plan, lease_s: float, drafters: Sequence[str] = (DRAFTER,)) -> None:
+    def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
         super().__init__(seq=message.seq, epoch=Epoch(message.attempt, 0), lease_s=lease_s)
         self.ingress = message.ingress
         self.spec = message.spec
@@ -222,10 +223,9 @@ class Session(LeasedSequence):
         self.suspects: SuspectGroup | None = None
         self.is_tried = False
         self.num_failures = self.num_deaths = 0
-        is_of_target = message.spec.model == "target"
-        self.target = WorkerLink("target" if is_of_target else drafters[0])
-        drafting = [name for name in drafters if not self.spec.drafters or name in self.spec.drafters]
-        self.drafters = {name: WorkerLink(name) for name in drafting}
+        self.target = WorkerLink("target" if message.spec.model == "target" else DRAFTER)
+        self.drafter = WorkerLink(DRAFTER)
+        self.may_draft = True
         self.numeric = message.numeric
         self.refused_by: set[str] = set()
         self.span: Span | None = None
@@ -260,31 +260,20 @@ class Session(LeasedSequence):
 
     @property
     def links(self) -> tuple[WorkerLink, ...]:
-        """The links that this session needs: none once it is finished, no drafter where nothing is drafted."""
-        return () if self.finish is not None else (self.target, *self.drafting)
-
-    @property
-    def drafting(self) -> tuple[WorkerLink, ...]:
-        """Those of its links to drafters that its plan needs: all where it names none that may draft for it."""
-        if not self.plan.num_draft_tokens or self.finish is not None:
+        """The links that this session needs: none once it is finished, no drafter if nothing is drafted."""
+        if self.finish is not None:
             return ()
-        named = [link for name, link in self.drafters.items() if name in self.plan.drafters]
-        return tuple(named or self.drafters.values())
+        return (self.target, self.drafter) if self.plan.num_draft_tokens and self.may_draft else (self.target,)
 
     @property
     def lacks_drafter(self) -> bool:
-        """Whether it needs drafters, and none of them is to be had."""
-        needed = [link.worker for link in self.links if link.kind != "target"]
-        return bool(needed) and not any(needed)
-
-    def lacks(self, kind: WorkerKind) -> bool:
-        """Whether it needs a worker of a kind, and none is to be had."""
-        return any(link.kind == kind and link.worker is None for link in self.links)
+        """Whether it needs a drafter, and has none."""
+        return any(link.kind == DRAFTER and link.worker is None for link in self.links)
 
     @property
     def is_planned(self) -> bool:
         """Whether anything may be drafted for it."""
-        return self.finish is None and self.spec.model == "target" and bool(self.drafters)
+        return self.finish is None and self.spec.model == "target"
 
     def link_epoch(self, link: WorkerLink) -> Epoch:
         """The epoch under which the sequence is open on a link."""
@@ -303,7 +292,6 @@ class RouterCounters:
         num_sequence_errors: Sequences that ended with an error, decided by a target or here.
         num_refused_model: Sequences that were refused because they are of another model.
         num_refused_draining: Sequences that were refused because this router drains.
-        num_unknown_drafters: Sequences whose request names a drafter that this router does not have.
         num_handed_over: Sequences that were taken from a worker that drains.
         num_dropped_messages: Verdicts and offers of an incarnation that is over.
         num_placements: Choices of a target among several, by whether the one chosen was known to have any of the
@@ -317,7 +305,6 @@ class RouterCounters:
     num_sequence_errors: int = 0
     num_refused_model: int = 0
     num_refused_draining: int = 0
-    num_unknown_drafters: int = 0
     num_handed_over: int = 0
     num_dropped_messages: int = 0
     num_reusable_prompt_tokens: int = 0

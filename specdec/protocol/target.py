@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 
@@ -18,7 +17,6 @@ from specdec.core.drafts import (
     Draft,
     DraftChooser,
     awaits_token,
-    merge,
     remaining_draft,
 )
 from specdec.core.errors import DeviceLostError, reason_of
@@ -36,10 +34,10 @@ from specdec.core.messages import (
     pack_provenance,
 )
 from specdec.core.tokens import are_ids
-from specdec.core.types import PackedLogprobs, Tokens
+from specdec.core.types import PackedLogprobs
 from specdec.drafting.ngram import NgramOptions, Reading, TokenDrafter, token_drafter
 from specdec.protocol.leases import Times, label, labels, microseconds
-from specdec.protocol.target_sequence import DraftTrust, KeptOffer, Proposed, Record, TargetCounters, TargetSequence
+from specdec.protocol.target_sequence import DraftTrust, KeptOffer, TargetCounters, TargetSequence
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
@@ -86,7 +84,6 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         self._groups = StepGroups()
         self._num_waiting = 0
         self._reading = Reading()
-        self._records: defaultdict[str, Record] = defaultdict(Record)
         self.counters = TargetCounters()
 
     def step(self, now_s: float) -> bool:
@@ -113,7 +110,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """Counters and gauges for the router.
 
         Per-position counts are named ``num_accepted_tokens_per_pos/<i>``, those of a source of drafts
-        ``num_drafts_by_source/<source>`` and so on, those of a drafter ``num_drafts_by_drafter/<name>``.
+        ``num_drafts_by_source/<source>`` and so on.
         ``num_waiting_sequences`` found no room in the last step.
         """
         metrics = super().metrics()
@@ -126,8 +123,6 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             metrics[f"num_accepted_tokens_per_pos/{i}"] = float(count)
         for source, counts in self.counters.by_source.items():
             metrics |= {f"{name}_by_source/{source}": float(count) for name, count in asdict(counts).items()}
-        for drafter, counts in self.counters.by_drafter.items():
-            metrics |= {f"{name}_by_drafter/{drafter}": float(count) for name, count in asdict(counts).items()}
         return metrics
 
     # A step.
@@ -226,10 +221,6 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             self._judge_token_drafter(sequence, result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
             self._chooser.judge(draft, run[: result.num_accepted], sequence.spec)
-        credited: list[str] = []
-        if result.num_drafted and source in OFFERED and result.own is None and not result.is_forced:
-            credited = self._credit_drafters(sequence, run, num_accepted, result.num_drafted)
-        tells_drafters = sequence.spec.wants_times and bool(credited)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         sequence.notes = sequence.notes + Notes(
             _provenance(source, num_accepted, count, places),
@@ -238,7 +229,6 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             None if result.prompt_logprobs is None else PackedLogprobs.pack(result.prompt_logprobs),
             result.num_cached_tokens,
             self._round_times(sequence, count, has_own=result.own is not None),
-            (*credited, *[""] * (count - len(credited))) if tells_drafters else (),
         )
         self.counters.count_round(result.num_drafted, num_accepted, count, source)
         if sequence.span is not None:
@@ -251,27 +241,6 @@ class TargetMachine(WorkerMachine[TargetSequence]):
                 step_us=0 if self._last_interval is None else microseconds(self._last_interval()),
             )
         self._send_verdict(sequence, now_s)
-
-    def _credit_drafters(self, sequence: TargetSequence, run: Tokens, num_accepted: int, num_drafted: int) -> list[str]:
-        """Count which drafter a verified token is owed to, and an accepted one, and learn how often each is right.
-
-        Gives the drafter of each accepted token. What a backend leaves out of a draft is its end: of a trie that is
-        what those added who were right less often.
-        """
-        credited: list[str] = []
-        for drafter, tokens, num_added in sequence.proposed:
-            most = min(len(tokens), len(run))
-            num_right = next((i for i in range(most) if tokens[i] != run[i]), most)
-            self._records[drafter].learn(num_right, num_right + (num_right < most))
-            counts = self.counters.by_drafter[drafter]
-            counts.num_drafts += 1
-            num_verified = min(num_added, num_drafted)
-            num_drafted -= num_verified
-            counts.num_draft_tokens += num_verified
-            num_credited = max(0, min(num_right, num_accepted) - len(credited))
-            counts.num_accepted_tokens += num_credited
-            credited += [drafter] * num_credited
-        return credited
 
     def _round_times(self, sequence: TargetSequence, count: int, has_own: bool) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
@@ -436,14 +405,11 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         sequence.is_patient = True
         kept = sequence.keep(offer)
         is_decided = offer.prefix_hash.length < len(sequence.log)
-        if is_decided and not self._rest(sequence, offer).tokens and not awaits_token(offer, sequence.log):
+        if is_decided and not remaining_draft(offer, sequence.log).tokens and not awaits_token(offer, sequence.log):
             sequence.judge(offer)
             self._drop_offer(sequence, kept)
-        elif (superfluous := sequence.superfluous(offer.drafter)) is not None:
+        elif (superfluous := sequence.superfluous) is not None:
             self._drop_offer(sequence, superfluous)
-
-    def _rest(self, sequence: TargetSequence, offer: Offer) -> Draft:
-        return remaining_draft(offer, sequence.log)
 
     def _drop_offer(self, sequence: TargetSequence, kept: KeptOffer) -> None:
         sequence.offers.remove(kept)
@@ -458,15 +424,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         """
         match = self._token_draft(sequence)
         is_long = sequence.has_long_draft and bool(match.tokens)
-        offered, used = self._offered(sequence)
+        offered, kept = self._offered(sequence)
         if not offered.tokens and not is_long and self._waits(sequence, now_s):
             return None
         own = sequence.own_draft.first(self._room(sequence))
         for draft in (match, offered, own) if is_long else (offered, match, own):
-            if draft is offered and draft.tokens:
-                for kept in used:
-                    self.counters.num_used_offers += not kept.is_used
-                    kept.is_used = True
+            if draft is offered and kept is not None:
+                self.counters.num_used_offers += not kept.is_used
+                kept.is_used = True
                 return draft
             length = len(draft.tokens)
             if length and self._chooser is not None:
@@ -481,36 +446,18 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             return 0
         return room if self._chooser is None else min(room, self._chooser.own_length(sequence.spec, num_rows))
 
-    def _offered(self, sequence: TargetSequence) -> tuple[Draft, list[KeptOffer]]:
-        """The usable draft of the kept offers, cut to what may be committed (rule 6), and its offers.
-
-        Of each drafter it has the longest chain. Those of several are a trie (rule 18), of which a backend that takes
-        no tree verifies the chain of the drafter that has been right most often, and what others add at its end.
-        """
-        best: dict[str, tuple[Draft, KeptOffer]] = {}
-        most = self._most_offered(sequence)
+    def _offered(self, sequence: TargetSequence) -> tuple[Draft, KeptOffer | None]:
+        """Return the longest draft of the kept offers, cut to what may be verified (rule 6), and its offer."""
+        best, best_offer = NO_DRAFT, None
         for kept in reversed([*sequence.offers]):
-            rest = self._rest(sequence, kept.offer)
+            rest = remaining_draft(kept.offer, sequence.log)
             sequence.judge(kept.offer)
-            if not rest.tokens and awaits_token(kept.offer, sequence.log):
-                continue
-            if not rest.tokens:
+            if not rest.tokens and not awaits_token(kept.offer, sequence.log):
                 self._drop_offer(sequence, kept)
-            elif kept.offer.drafter not in best or rest.depth > best[kept.offer.drafter][0].depth:
-                best[kept.offer.drafter] = rest, kept
-        names = self._ranked(sequence, best)
-        chains = [best[name][0].first(most) for name in names]
-        if not chains or not most:
-            return NO_DRAFT, []
-        draft, added = merge(chains) if len(chains) > 1 else (chains[0], [len(chains[0].tokens)])
-        sequence.proposed = [
-            Proposed(name, chain.tokens, count) for name, chain, count in zip(names, chains, added, strict=True)
-        ]
-        return draft, [best[name][1] for name in names]
-
-    def _ranked(self, sequence: TargetSequence, drafters: Iterable[str]) -> list[str]:
-        """The drafters of a draft, those first that have been right most often."""
-        return sorted(drafters, key=lambda name: (-self._records[name].rate, name))
+            elif len(rest.tokens) > len(best.tokens):
+                best, best_offer = rest, kept
+        best = best.first(self._most_offered(sequence))
+        return best, best_offer if best.tokens else None
 
     # The number of draft tokens is the least of: what the plan says of offers, what a chooser finds worth its time, the
     # request's bound (in both), what may be committed, and what the scheduler finds tokens and blocks for.

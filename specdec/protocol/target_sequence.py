@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from specdec.core.drafts import NO_DRAFT, OFFERED, OFFERS_KEPT, foresees
 from specdec.core.messages import Interval, Notes, Offer, Open
 from specdec.core.params import StopCondition
-from specdec.core.types import Finish, Tokens
+from specdec.core.types import Finish
 from specdec.drafting.ngram import TokenDrafter
 from specdec.protocol.worker import MOST_INTERVALS, WorkerSequence
 
@@ -30,48 +29,9 @@ class KeptOffer:
     is_used: bool = False
 
     def grows_to(self, offer: Offer) -> bool:
-        """Whether it is an earlier part of another of the same drafter."""
+        """Return whether this is an earlier part of another offer."""
         own = self.offer
-        if own.prefix_hash != offer.prefix_hash or own.drafter != offer.drafter:
-            return False
-        return own.chain == offer.chain[: len(own.chain)]
-
-
-class Proposed(NamedTuple):
-    """What a drafter has in the draft of a round.
-
-    Attributes:
-        tokens: Its chain after the log.
-        num_added: How many of them no drafter before it has.
-    """
-
-    drafter: str
-    tokens: Tokens
-    num_added: int
-
-
-MOST_JUDGED = 512.0
-"""Tokens of a drafter that its record remembers, roughly."""
-
-
-@dataclass(slots=True)
-class Record:
-    """How often a drafter was right of late, whether or not that was verified."""
-
-    num_right: float = 0.0
-    num_judged: float = 0.0
-
-    def learn(self, num_right: int, num_judged: int) -> None:
-        """Newer tokens of it were decided."""
-        if self.num_judged > MOST_JUDGED:
-            self.num_right, self.num_judged = self.num_right / 2, self.num_judged / 2
-        self.num_right += num_right
-        self.num_judged += num_judged
-
-    @property
-    def rate(self) -> float:
-        """Share of its tokens that were right; a half until some were judged."""
-        return (self.num_right + 2) / (self.num_judged + 4)
+        return own.prefix_hash == offer.prefix_hash and own.chain == offer.chain[: len(own.chain)]
 
 
 class DraftTrust(Enum):
@@ -102,7 +62,6 @@ class TargetSequence(WorkerSequence):
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
-        proposed: What drafters have in the draft that was made of offers last, those that are right most often first.
         draft_intervals: The drafter's steps that were reported since the newest round.
         held_s: When it was first held back since it was decided last; None where it was not.
         sent_s: When its verdict was last sent.
@@ -116,7 +75,7 @@ class TargetSequence(WorkerSequence):
 
     __slots__ = (
         *("acked", "ending", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "notes", "offers", "own_draft", "proposed"),
+        *("is_patient", "notes", "offers", "own_draft"),
         *("draft_intervals", "draft_trust", "has_long_draft", "opened", "rank", "reason", "round_start"),
         *("token_drafter", "sent_s"),
     )
@@ -131,7 +90,6 @@ class TargetSequence(WorkerSequence):
         self.acked = self.opened = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()
-        self.proposed: list[Proposed] = []
         self.draft_intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self.held_s: float | None = None
         self.sent_s = float("-inf")
@@ -158,12 +116,10 @@ class TargetSequence(WorkerSequence):
         self.offers.append(kept)
         return kept
 
-    def superfluous(self, drafter: str) -> KeptOffer | None:
-        """The oldest offer of a drafter that has more than may be kept of one."""
-        if len(self.offers) <= OFFERS_KEPT:
-            return None
-        kept = [one for one in self.offers if one.offer.drafter == drafter]
-        return kept[0] if len(kept) > OFFERS_KEPT else None
+    @property
+    def superfluous(self) -> KeptOffer | None:
+        """The oldest offer, if there are more than may be kept."""
+        return self.offers[0] if len(self.offers) > OFFERS_KEPT else None
 
     def judge(self, offer: Offer) -> None:
         """Look for the newest round's outcome among those that an offer is prepared for, if it was made before it."""
@@ -210,8 +166,6 @@ class TargetCounters:
             the next draft was chosen. Counted when the next round is decided; the last one of a sequence is not.
         num_branch_misses: Rounds for which there were such offers, and none of them for the outcome.
         by_source: Of drafts, draft tokens and accepted ones, those of each source; ``model`` is the draft model.
-        by_drafter: Of those of offers, those of each drafter. A token that several have is the one's that was right
-            most often before.
         num_failed_steps: Steps that failed as a whole, and were contained.
         num_suspects: Sequences that were put apart because a step with them had failed, here or elsewhere.
         num_errors: Sequences that ended with an error.
@@ -239,7 +193,6 @@ class TargetCounters:
     num_token_drafters_off: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
     by_source: defaultdict[str, SourceCounters] = field(default_factory=lambda: defaultdict(SourceCounters))
-    by_drafter: defaultdict[str, SourceCounters] = field(default_factory=lambda: defaultdict(SourceCounters))
 
     def count_round(self, num_drafted: int, num_accepted: int, num_committed: int, source: str) -> None:
         """Count one verification; ``num_accepted`` are those that were committed."""

@@ -109,9 +109,3 @@ def test_every_replica_that_hangs_is_replaced_in_seconds(monkeypatch: pytest.Mon
     for one in (*service, *pool, *parts):
         config = one._deployment_config
         assert (config.health_check_period_s, config.health_check_timeout_s) == (1, 5), one.name
-
-
-def test_a_pool_has_one_draft_model() -> None:
-    keys = {"target": "t", "draft": {"model": "d"}, "applications": ["a"], "drafters": [{"name": "b", "model": "e"}]}
-    with pytest.raises(ValueError, match="drafters: a pool has one draft model"):
-        app.DraftPoolArgs.model_validate(keys)

@@ -54,12 +54,6 @@ def test_an_application_that_draws_on_a_pool_deploys_no_drafter(deployed: dict[s
     assert deployed[TARGET][2] == 1.0
 
 
-def test_beside_its_own_draft_an_application_deploys_no_pool(deployed: dict[str, tuple[Any, ...]]) -> None:
-    pair = {"target": str(DEMO / "target"), "draft": str(DEMO / "draft")}
-    app.build_app(AppArgs.model_validate({**pair, "drafters": [{"name": "tail", "pool": "drafts"}]}))
-    assert deployed[ROUTER][1:] == (TARGET, DRAFT)
-
-
 def test_a_pool_is_drafters_that_know_whom_they_serve(deployed: dict[str, tuple[Any, ...]]) -> None:
     app.build_draft_pool(pool_args(replicas={"draft": 2}, actors={"draft": {"num_cpus": 3}}))
     (name, (args, num_torch_threads, num_gpus, applications)) = next(iter(deployed.items()))

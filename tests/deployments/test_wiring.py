@@ -81,8 +81,6 @@ def test_a_target_says_how_far_its_step_is(started: dict[str, Any]) -> None:
         ({"replicas": {"draft": {"min": 1, "max": 2}}}, False),
         ({"replicas": {"draft": {"min": 0, "max": 2}}}, True),
         ({"draft": {"pool": "drafts"}}, True),
-        ({"draft": str(DEMO / "draft"), "drafters": [{"name": "tail", "pool": "drafts"}]}, True),
-        ({"draft": str(DEMO / "draft"), "drafters": [{"name": "twin", "model": str(DEMO / "draft")}]}, False),
     ],
 )
 def test_a_router_calls_for_a_drafter_where_there_may_be_none(
@@ -99,20 +97,16 @@ def test_a_router_calls_for_a_drafter_where_there_may_be_none(
 
     monkeypatch.setattr(router, "Waker", Waker)
     monkeypatch.setattr(router.SpeculationRouter, "_closers", [], raising=False)
-    target = {"target": {"model": str(DEMO / "target")}} if "draft" in keys else {}
-    router.SpeculationRouter(AppArgs.model_validate({"num_speculative_tokens": 2, **target, **keys}))
+    router.SpeculationRouter(AppArgs.model_validate({"num_speculative_tokens": 2, **keys}))
     assert len(asked) == may_be_none
     if not may_be_none:
         return
-    drafter = "tail" if "drafters" in keys else "drafter"
     machine, (is_wanted,) = started["machine"], asked
-    if drafter == "tail":
-        machine.worker_joined("own", "drafter", 0.0)
     machine.worker_joined("T", "target", 0.0)
     assert not is_wanted()
     machine.receive(Submit("s", 1, "I", (1, 2), SequenceSpec(SamplingParams(), 1, 2, 9)), 0.0)
     assert is_wanted()
-    machine.worker_joined("D", drafter, 0.0)
+    machine.worker_joined("D", "drafter", 0.0)
     assert not is_wanted()
     machine.receive(Submit("t", 1, "I", (1, 2), SequenceSpec(SamplingParams(), 1, 2, 9)), 0.0)
     machine.receive(Alive("D", {"is_draining": 1.0}), 0.0)
@@ -120,18 +114,14 @@ def test_a_router_calls_for_a_drafter_where_there_may_be_none(
     assert is_wanted(), "it takes nothing new"
 
 
-def test_a_router_knows_each_pool_by_its_application(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_knows_a_pool_by_its_application(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "Waker", lambda *_: SimpleNamespace(close=None))
     monkeypatch.setattr(router.SpeculationRouter, "_closers", [], raising=False)
-    pair = {"target": str(DEMO / "target"), "draft": str(DEMO / "draft")}
-    drafters = [{"name": "tail", "pool": "drafts"}, {"name": "twin", "model": str(DEMO / "draft")}]
-    router.SpeculationRouter(AppArgs.model_validate({**pair, "drafters": drafters}))
-    assert started["machine"].drafters == ("drafter", "tail", "twin")
+    router.SpeculationRouter(AppArgs.model_validate({"draft": {"pool": "drafts"}}))
     groups = {(group.application, group.deployment): group for group in started["workers"]}
-    own = ((None, name) for name in ("TargetServer", "DraftServer", "DraftServer-twin"))
-    assert groups.keys() == {*own, ("drafts", "DraftServer")}
+    assert groups.keys() == {(None, "TargetServer"), ("drafts", "DraftServer")}
     groups["drafts", "DraftServer"].joined(started["machine"], "D", 0.0)
-    assert started["machine"].worker_metrics()["D"][0] == "tail"
+    assert started["machine"].worker_metrics()["D"][0] == "drafter"
 
 
 async def test_drafters_tell_serve_how_late_drafts_are_for_the_application_that_waits_most(

@@ -1,4 +1,4 @@
-"""One pool of drafters under two applications, the only drafter of one and the second of the other, on two Ray nodes.
+"""One pool of drafters under two applications, on two Ray nodes.
 
 ``python -m tests.integration.draft_pools`` prints a row of JSON for each step: whether streams differ from those
 without drafts, and how many draft tokens each application has taken. It runs as a process of its own, as Ray reads its
@@ -18,7 +18,6 @@ import httpx2
 import psutil
 
 from cluster.config.names import DRAFT
-from cluster.models.demos import demo_folder
 from tests.integration.kills import Comparison, Stream, Streams
 from tests.integration.nodes import LocalCluster, is_ready, placement, prepare, replicas
 from tests.integration.running import eventually
@@ -26,8 +25,6 @@ from tests.integration.running import eventually
 POOL = "drafts"
 MODELS = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid"}
 """The model of each application, which has the name of its demo target."""
-CALLED = {"plain": "tail", "hybrid": "drafter"}
-"""What each calls the pool's drafter. The first has a draft of its own too, which its streams leave out."""
 TIMEOUT_S = 120.0
 NUM_STREAMS, MAX_TOKENS = 4, 200
 _COMMON = {"num_speculative_tokens": 4, "actors": {"draft": {"num_cpus": 1, "num_gpus": 0, "resources": {"drafts": 1}}}}
@@ -56,12 +53,7 @@ def deploy(name: str) -> None:
 
     here = {"resources": {"targets": 1}}
     actors = {"target": {"num_cpus": 1, "num_gpus": 0, **here}, "router": here, "ingress": here}
-    drafts: dict[str, Any] = {"demo": name, "draft": {"pool": POOL}}
-    if name == "plain":
-        actors["draft"] = actors["target"]
-        pair = {"target": str(demo_folder("target")), "draft": str(demo_folder("draft"))}
-        drafts = {**pair, "served_model_name": MODELS[name], "drafters": [{"name": CALLED[name], "pool": POOL}]}
-    args = AppArgs.model_validate({**_COMMON, **drafts, "actors": actors})
+    args = AppArgs.model_validate({**_COMMON, "demo": name, "draft": {"pool": POOL}, "actors": actors})
     serve.run(build_app(args), name=name, route_prefix=f"/{name}")
     page = StatusArgs(application=name, draft_pool=POOL)
     serve.run(build_metrics(page), name=f"{name}-metrics", route_prefix=f"/{name}/metrics")
@@ -87,8 +79,7 @@ class Line:
     def __init__(self, url: str) -> None:
         self._url = url
         self._streams = {
-            name: Streams(f"{url}/{name}", model, NUM_STREAMS, MAX_TOKENS, {"drafters": [CALLED[name]]})
-            for name, model in MODELS.items()
+            name: Streams(f"{url}/{name}", model, NUM_STREAMS, MAX_TOKENS) for name, model in MODELS.items()
         }
         self._undisturbed: dict[str, list[Stream]] = {}
 
@@ -117,11 +108,11 @@ class Line:
 
     def num_accepted(self, name: str) -> float:
         """Draft tokens of the pool that an application's target has taken, by its page of metrics."""
-        return self.sample(name, "specdec_accepted_tokens_by_drafter_total", f'drafter="{CALLED[name]}"')
+        return self.sample(name, "specdec_accepted_tokens_by_source_total", 'source="model"')
 
     def num_drafters(self, name: str) -> float:
         """Drafters of the pool with which an application's router has a link."""
-        return self.sample(name, "specdec_router_workers", f'kind="{CALLED[name]}"')
+        return self.sample(name, "specdec_router_workers", 'kind="drafter"')
 
     def sample(self, name: str, metric: str, label: str) -> float:
         """A metric of an application's page, summed over the samples that have a label."""

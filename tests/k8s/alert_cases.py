@@ -208,19 +208,5 @@ CASES = (
     ),
     Case("SpecdecRouterLinkDown", _two("TargetServer") | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
     Case("SpecdecRouterLinkDown", _two("DraftServer") | _linked("drafter", "r", (1, 20), (2, 20)), 10, 30),
-    # Of two drafters the further one.
-    Case(
-        "SpecdecRouterLinkDown",
-        _two("DraftServer")
-        | _linked("drafter", "r", (2, 40))
-        | _two("DraftServer-cpu")
-        | _linked("cpu", "r", (1, 20), (2, 20)),
-        *(10, 30),
-    ),
     Case("SpecdecRouterLinkDown", _LOST_OFFERS, 15, 35),
-    Case(
-        "SpecdecRouterLinkDown",
-        {name.replace("DraftServer", "DraftServer-cpu"): samples for name, samples in _LOST_OFFERS.items()},
-        *(15, 35),
-    ),
 )

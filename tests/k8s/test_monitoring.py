@@ -13,7 +13,6 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from cluster.config.names import drafter_deployment
 from deployments.metrics.families import FAMILIES, Family
 from deployments.operate.status import UPDATE_LATE
 from k8s.monitoring.__main__ import BOARDS, FOLDER, files
@@ -94,18 +93,6 @@ def test_a_query_asks_for_what_there_is_as_it_should(query: str) -> None:
         else:
             assert all(one.startswith(CHOSEN) for one in chosen)
             check_use(name, query)
-
-
-def test_a_query_for_drafters_asks_for_further_ones_too() -> None:
-    asked = [
-        pattern
-        for dashboard in DASHBOARDS.values()
-        for query in queries(dashboard)
-        for pattern in re.findall(r'deployment=~?"(Draft[^"]*)"', query)
-    ]
-    assert asked
-    for pattern in asked:
-        assert all(re.fullmatch(pattern, name) for name in ("DraftServer", drafter_deployment("cpu")))
 
 
 @pytest.mark.parametrize("rule", [rule for group in RULES["groups"] for rule in group["rules"]], ids=str)

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config.drafters import MOST_DRAFTERS
 from deployments.http.schemas.fields import IGNORED, REFUSED, Bias, Body, Integer, Integers, Stops
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import Exactness
@@ -41,7 +40,6 @@ class SamplingBody(Body):
         stop: Strings that end the text; they are not part of it.
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
         disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
-        drafters: Names of those that may draft for it; none is plain decoding, absent is all.
         exactness: ``strict`` refuses a service that is not; ``fast`` goes on by any numeric contract.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         priority: Requests of a lower one go first; 0 by default.
@@ -73,7 +71,6 @@ class SamplingBody(Body):
     min_tokens: Integer | None = None
     num_speculative_tokens: Integer | None = None
     disable_spec_decode: bool | None = None
-    drafters: Annotated[list[Word], Field(max_length=1 + MOST_DRAFTERS, fail_fast=True)] | None = None
     exactness: Exactness | None = None
     stream: bool | None = None
     per_request_spec_decode_metrics: MetricsDetail | None = None

@@ -81,6 +81,7 @@ REPLACED: dict[str, str] = {
 """Refused fields that are another server's name of a field that is served."""
 
 REMOVED: dict[str, str] = {
+    "drafters": "a sequence has one drafter; num_speculative_tokens: 0 is plain decoding",
     "acceptance": "there is one rule: a seed's text never depends on drafts",
     "receipt": "to check an answer, send its request again with the same seed",
 }

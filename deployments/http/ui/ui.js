@@ -1,7 +1,6 @@
 // The page behind /ui. What a model says reaches the document as text only.
 const byId = (id) => document.getElementById(id);
 const SOURCES = { ngram: ", looked up in the text", prediction: ", looked up in the prediction", heads: ", by heads on the target", other: ", by another drafter" };
-const FIRST = "drafter"; // the name of a service's first drafter
 const NEWEST = 18; // rounds in the lanes
 const SAY_EVERY_MS = 4000; // to screen readers, while a stream runs
 const REDRAW_EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 0;
@@ -40,8 +39,6 @@ class Answer {
     this.characters = []; // code points, as offsets count them
     this.kinds = [];
     this.sources = [];
-    this.drafters = [];
-    this.earned = new Map(); // accepted tokens, by drafter
     this.offsets = [];
     this.logprobs = [];
     this.rounds = [];
@@ -77,14 +74,12 @@ class Answer {
       this.numFirst = came.kind.length;
     }
     this.plan = came.plan ?? this.plan;
-    came.kind.forEach((kind, i) => this.takeToken(kind, came.source[i], came.drafter[i], came.num_draft_tokens[i], came.times[i]));
+    came.kind.forEach((kind, i) => this.takeToken(kind, came.source[i], came.num_draft_tokens[i], came.times[i]));
   }
 
-  takeToken(kind, source, drafter, drafted, times) {
+  takeToken(kind, source, drafted, times) {
     this.kinds.push(kind);
     this.sources.push(source);
-    this.drafters.push(drafter);
-    if (drafter) this.earned.set(drafter, (this.earned.get(drafter) ?? 0) + 1);
     const isAccepted = kind === "accepted";
     this.open += isAccepted;
     if (isAccepted && !drafted) return; // its round goes on
@@ -100,8 +95,8 @@ class Answer {
     const first = Math.max(0, this.spans.length - 1); // the last one's text may have grown
     for (let i = first; i < this.offsets.length; i++) {
       if (!this.spans[i]) {
-        const source = this.sources[i], isFurther = (this.drafters[i] ?? FIRST) !== FIRST;
-        this.spans[i] = element("span", `t ${this.kinds[i][0]}${isFurther ? " further" : source === "heads" ? " headed" : source === "model" ? "" : " found"}`);
+        const source = this.sources[i];
+        this.spans[i] = element("span", `t ${this.kinds[i][0]}${source === "heads" ? " headed" : source === "model" ? "" : " found"}`);
         this.spans[i].dataset.i = i;
         this.box.append(this.spans[i]);
       }
@@ -114,8 +109,6 @@ class Answer {
       shown.push(["accepted", percent(this.numAccepted / this.numDrafted)]);
       shown.push(["tokens/round", (this.kinds.length / this.rounds.length).toFixed(2)]);
     }
-    const earned = [...this.earned].sort();
-    if (earned.some(([name]) => name !== FIRST)) shown.push(...earned.map(([name, count]) => [`by ${name}`, count]));
     if (this.plan) shown.push(["plan", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
     this.figures.replaceChildren(...shown.map(([name, value]) => {
       const pair = element("div");
@@ -131,8 +124,8 @@ class Answer {
     tip.textContent = "";
     tip.style.left = tip.style.top = 0;
     if (!span || !this.box.contains(span)) return;
-    const i = Number(span.dataset.i), text = span.textContent.replaceAll("\n", "⏎"), drafter = this.drafters[i];
-    tip.textContent = `${i + 1}: “${text}”, ${this.kinds[i]}${drafter ? `, by ${drafter}` : SOURCES[this.sources[i]] ?? ""}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
+    const i = Number(span.dataset.i), text = span.textContent.replaceAll("\n", "⏎");
+    tip.textContent = `${i + 1}: “${text}”, ${this.kinds[i]}${SOURCES[this.sources[i]] ?? ""}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
     const place = span.getClientRects()[0] ?? this.box.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 12)) + scrollX}px`;
     tip.style.top = `${place.bottom + 6 + scrollY}px`;

@@ -42,7 +42,6 @@ EXAMPLES = {
     "draft.device_map": {"": 0, "lm_head": "cpu"},
     "draft.quantization": "int4",
     "draft.kv_cache_memory": 0.25,
-    "drafters": "cpu=some/model, old-card=another/model",
     "served_model_name": "mine, also-mine",
     "max_model_len": 4096,
     "block_size": 32,

@@ -64,8 +64,7 @@ def test_no_key_is_lost(tmp_path):
         exclude={"updates"}
     ) == given.model_dump(exclude={"updates"})
     surge = {one["name"]: one.get("max_surge_percent") for one in application["deployments"]}
-    further = {"DraftServer-cpu": None, "DraftServer-old-card": None}
-    assert surge == {"OpenAIIngress": 0, "SpeculationRouter": 0, "TargetServer": 100, "DraftServer": 0} | further
+    assert surge == {"OpenAIIngress": 0, "SpeculationRouter": 0, "TargetServer": 100, "DraftServer": 0}
     assert rendered["http_options"] == {"host": "0.0.0.0", "port": 9000, **config.tls.http_options()}
     assert rendered["logging_config"]["encoding"] == config.log_format.upper()
     for one in status:

@@ -57,7 +57,7 @@ class Bench:
         of_target = (self.max_model_len, VOCAB_SIZE, self.eos_token_ids, self.defaults)
         target = ServedModel("demo", "target", *of_target, weights=self.weights)
         draft = ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,))
-        info = ModelInfo(target, draft, 4, created_s=7, drafters=("drafter", "cpu"))
+        info = ModelInfo(target, draft, 4, created_s=7)
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
         self.observer = Observer(self.registry, "demo")

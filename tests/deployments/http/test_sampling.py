@@ -106,30 +106,6 @@ async def test_disable_spec_decode_is_a_bound_of_0(
     assert (await sampled(bench, http, **options)).num_speculative_tokens == bound
 
 
-@pytest.mark.parametrize(
-    ("drafters", "bound", "named"),
-    [(None, None, ()), (["cpu"], None, ("cpu",)), (["cpu", "drafter"], None, ("cpu", "drafter")), ([], 0, ())],
-)
-async def test_a_request_names_the_drafters_that_may_draft_for_it(
-    bench: Bench, http: httpx2.AsyncClient, drafters: list[str] | None, bound: int | None, named: tuple[str, ...]
-) -> None:
-    spec = await sampled(bench, http, drafters=drafters)
-    assert (spec.num_speculative_tokens, spec.drafters) == (bound, named)
-
-
-async def test_a_drafter_that_there_is_not_is_refused_with_those_that_there_are(refused: Callable[..., Any]) -> None:
-    for fields, says in (
-        ({"drafters": ["cpu", "tpu"]}, "must be of drafter, cpu; got 'tpu'"),
-        ({"drafters": ["cpu"], "model": "demo-draft"}, r"must be []: nothing drafts apart for 'demo-draft'"),
-        ({"drafters": [], "num_speculative_tokens": 2}, "num_speculative_tokens (2) exclude each other"),
-        ({"drafters": ["cpu"], "num_speculative_tokens": 0}, "num_speculative_tokens (0) exclude each other"),
-        ({"drafters": ["cpu"], "disable_spec_decode": True}, "drafters and disable_spec_decode exclude each other"),
-    ):
-        error = await refused("/v1/completions", BASE | fields)
-        assert error["param"] == "drafters"
-        assert says in error["message"]
-
-
 async def test_drafts_cannot_be_both_asked_for_and_switched_off(refused: Callable[..., Any]) -> None:
     both = {"disable_spec_decode": True, "num_speculative_tokens": 2}
     for model in ("demo", "demo-draft"):

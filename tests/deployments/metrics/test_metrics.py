@@ -114,7 +114,7 @@ def test_machines_report_what_the_list_names() -> None:
     by_backends = {"kv_cache_usage_perc", "num_evictions", "num_reused_tokens", "num_reread_tokens", "num_fallbacks"}
     by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "min_workers"}
     counts = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
-    by_events |= {f"{name}_by_{what}" for name in counts for what in ("source", "drafter")}
+    by_events |= {f"{name}_by_source" for name in counts}
     by_backends |= {"backend", "num_forbidden_draft_tokens", "num_failed_draft_steps"}
     by_backends |= {"num_loaded_adapters", "num_adapter_loads", "executor_recorded"}
     by_replicas |= {"slots_used_share", "num_waiting_requests", "num_requests_refused", "longest_queue_s"}

@@ -41,13 +41,12 @@ SPEC = SequenceSpec(
     num_speculative_tokens=0,
     model="draft",
     wants_times=True,
-    drafters=("cpu",),
     keeps_numeric=False,
 )
 PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
 LOGPROBS = TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)
-NOTES = m.Notes(provenance("ac"), (0, 3), LOGPROBS, PackedLogprobs.pack((None, *LOGPROBS)), 2, TIMES, ("cpu", ""))
+NOTES = m.Notes(provenance("ac"), (0, 3), LOGPROBS, PackedLogprobs.pack((None, *LOGPROBS)), 2, TIMES)
 BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
 ALL = (
     m.Submit("s", 1, "i", PROMPT, SPEC, "d", (7,)),

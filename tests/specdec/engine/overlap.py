@@ -1,7 +1,6 @@
 """Both models in one thread, the drafter at work while a verification runs: what overlap is without clocks."""
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.messages import Message, Plan
@@ -19,7 +18,6 @@ class OverlapService:
     Args:
         plan: Of every sequence.
         draft_steps: Gives how many steps the drafter makes in the next step of the target.
-        others: Further drafters, by their names.
     """
 
     def __init__(
@@ -28,23 +26,21 @@ class OverlapService:
         drafter: DraftBackend,
         plan: Plan,
         draft_steps: Callable[[], int],
-        others: Mapping[str, DraftBackend] = MappingProxyType({}),
     ) -> None:
         times = Times(lease_s=1e6, peer_timeout_s=1e6)
         self._draft_steps = draft_steps
         self.ingress = IngressMachine("ingress", times)
-        self.router = RouterMachine("router", lambda spec: plan, times, drafters=("drafter", *others))
+        self.router = RouterMachine("router", lambda spec: plan, times)
         self.target = TargetMachine("target", target, times)
         self.drafter = DrafterMachine("drafter", drafter, times)
-        self.drafters = [self.drafter, *(DrafterMachine(name, backend, times) for name, backend in others.items())]
         machines: tuple[IngressMachine | RouterMachine | TargetMachine | DrafterMachine, ...] = (
             self.ingress,
             self.router,
             self.target,
-            *self.drafters,
+            self.drafter,
         )
         self._machines = {machine.name: machine for machine in machines}
-        for name in ("target", "drafter", *others):
+        for name in ("target", "drafter"):
             self.router.worker_joined(name, name, 0.0)
         self.ingress.router_joined("router", 0.0)
 
@@ -55,9 +51,8 @@ class OverlapService:
     def pump(self) -> list[TokenDelta]:
         self.target.step(0.0)
         verdicts = self.target.take_outbox()
-        for drafter in self.drafters:
-            for _ in range(self._draft_steps()):
-                drafter.step(0.0)
+        for _ in range(self._draft_steps()):
+            self.drafter.step(0.0)
         self._exchange()
         self._deliver(verdicts)
         self._exchange()

@@ -14,12 +14,10 @@ import torch
 import specdec.demo
 import specdec.engine.build as build_module
 import specdec.engine.engine as engine_module
-from specdec.core.drafts import MAX_TREE_TOKENS
 from specdec.core.errors import MemoryPlanError
 from specdec.engine.build import (
     BackendOptions,
     _cache_room,
-    _executor_limits,
     _notes,
     build_drafter,
     build_target,
@@ -39,18 +37,6 @@ from tests.specdec.models.families import make_model
 DEMO = Path(specdec.demo.__path__[0])
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(("recurrent", "opaque"), [((), None), (("scan",), None), ((), "state")])
-def test_steps_with_trees_are_recorded_where_the_model_takes_trees(recurrent: tuple[str, ...], opaque: str | None):
-    loaded: Any = SimpleNamespace(
-        device=torch.device("cpu"), vocab_size=64, recurrent_layers=recurrent, opaque_state=opaque
-    )
-    options = BackendOptions(executor="graphs", max_draft_tokens=8, merges_drafts=True)
-    limits = _executor_limits(loaded, 100, options, 0, 0)
-    assert limits is not None
-    takes_trees = not recurrent and opaque is None
-    assert (limits.has_trees, limits.max_draft_tokens) == (takes_trees, MAX_TREE_TOKENS if takes_trees else 8)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from specdec.core.log import PrefixHash, TokenLog
-from specdec.core.messages import End, Epoch, Live, Message, NewTokens, Notes, Resync, Verdict
+from specdec.core.messages import End, Epoch, Live, Message, NewTokens, Notes, Offer, Resync, Verdict
 from specdec.core.params import StopCondition
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.draft_sequence import DraftSequence
@@ -315,3 +315,17 @@ def agreed(patch: pytest.MonkeyPatch) -> None:
         sequence.agreed = before
 
     patch.setattr(DrafterMachine, "_follow", follow_and_forget)
+
+
+@mutation
+def lost_with_its_offers(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is taken from a drafter that was given up, though it may live on. Off: its offers are the next one's."""
+    on_offer = RouterMachine._on_offer
+
+    def take_old(self: RouterMachine, message: Offer) -> None:
+        session = self._sessions.get(message.seq)
+        if session is not None:
+            message = replace(message, epoch=session.link_epoch(session.drafter))
+        on_offer(self, message)
+
+    patch.setattr(RouterMachine, "_on_offer", take_old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.drafts import Draft, merge, remaining_draft
+from specdec.core.drafts import remaining_draft
 from specdec.core.messages import Epoch, Offer, Outcome
 from tests.specdec.protocol.scripted import log_of
 
@@ -63,20 +63,3 @@ BRANCHES = (
 )
 def test_branches_over_what_has_been_committed_since(output, expected):
     assert rest_of(offer((1,), (2, 3, 4), BRANCHES), output) == expected
-
-
-@pytest.mark.parametrize(
-    ("chains", "most", "tokens", "parents", "added"),
-    [
-        (((1, 2, 3), (1, 4), (1, 2, 5)), 9, (1, 2, 3, 4, 5), (-1, 0, 1, 0, 1), [3, 1, 1]),
-        (((1, 2, 3), (1, 4), (1, 2, 5)), 4, (1, 2, 3, 4), (-1, 0, 1, 0), [3, 1, 0]),
-        (((1, 2), (1, 2, 3)), 9, (1, 2, 3), (), [2, 1]),  # one that goes on leaves a chain
-        (((1, 2, 3), (1, 2)), 9, (1, 2, 3), (), [3, 0]),
-        (((1, 2, 3), (4,)), 2, (1, 2), (), [2, 0]),
-        (((1,), (2,), (1, 3)), 9, (1, 2, 3), (-1, -1, 0), [1, 1, 1]),  # one that goes on after another began elsewhere
-    ],
-)
-def test_chains_of_one_base_are_a_trie_with_the_first_at_its_beginning(chains, most, tokens, parents, added):
-    drafts = [Draft(chain, source="chain") for chain in chains]
-    assert merge(drafts, most) == (Draft(tokens, "chain", parents), added)
-    assert merge(drafts, most)[0].chain().tokens[: len(chains[0])] == chains[0][:most]

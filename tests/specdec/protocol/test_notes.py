@@ -11,11 +11,9 @@ NOTES = Notes(provenance("aacp"), (0, 0, 3, 0))
 REPORTED = Notes(provenance("aacp"), (0, 0, 3, 0), LOGPROBS, num_cached_tokens=7)
 TIMES = None, None, RoundTimes((1.0, 2.0), ((0.5, 0.75),)), RoundTimes((2.0, 3.0))
 TIMED = Notes(provenance("aacp"), (0, 0, 3, 0), times=TIMES)
-DRAFTERS = "gpu", "cpu", "", ""
-OF_TWO = Notes(provenance("aacp"), (0, 0, 3, 0), drafters=DRAFTERS)
 
 
-@pytest.mark.parametrize("notes", [NOTES, REPORTED, TIMED, OF_TWO])
+@pytest.mark.parametrize("notes", [NOTES, REPORTED, TIMED])
 @pytest.mark.parametrize("count", range(5))
 def test_first_and_last_cut_every_field_alike(notes, count):
     first, last = notes.first(count), notes.last(count)
@@ -26,7 +24,6 @@ def test_first_and_last_cut_every_field_alike(notes, count):
     else:
         assert first.logprobs is last.logprobs is None
     assert (first.times, last.times) == (notes.times[:count], notes.times[4 - count :])
-    assert (first.drafters, last.drafters) == (notes.drafters[:count], notes.drafters[4 - count :])
     assert first.num_cached_tokens == (notes.num_cached_tokens if count else 0)
     assert last.num_cached_tokens == (notes.num_cached_tokens if count == 4 else 0)
     assert notes.first(count) + notes.last(4 - count) == notes
@@ -41,8 +38,6 @@ def test_what_nobody_measured_keeps_its_place_beside_what_was():
     assert (NOTES + TIMED).times == (None,) * 4 + TIMES
     assert (TIMED + NOTES).times == TIMES + (None,) * 4
     assert (NOTES + NOTES).times == ()
-    assert (NOTES + OF_TWO).drafters == ("",) * 4 + DRAFTERS
-    assert (OF_TWO + NOTES).drafters == DRAFTERS + ("",) * 4
 
 
 def test_adding_nothing_changes_nothing():

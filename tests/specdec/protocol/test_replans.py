@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from specdec.core.messages import Alive, Close, Epoch, Offer, Plan, PlanUpdate, Resync
 from specdec.drafting.plans import PlanController
 from specdec.protocol.router import RouterMachine
@@ -162,21 +160,3 @@ def test_another_planner_plans_open_sequences_anew():
     chooser.calls.clear()
     machine.worker_lost("D0", 0.0)
     assert chooser.calls == [], "the old one is told nothing any more"
-
-
-def test_a_plan_names_those_that_draft():
-    """The others leave, and come back under a new n when they are named again."""
-    machine, chooser = chosen(PLAN, "T0", drafters=("gpu", "cpu"))
-    machine.worker_joined("G", "gpu", 0.0)
-    machine.worker_joined("C", "cpu", 0.0)
-    assert {peer: message.drafter for peer, [message] in machine.take_outbox().items()} == {"G": "gpu", "C": "cpu"}
-    chooser.changes = {"s": Plan(3, drafters=("gpu",))}
-    machine.step(0.6)
-    sent = machine.take_outbox()
-    assert sent["C"][0] == Close("s", Epoch(1, 0))
-    assert updates(sent["G"])[0] == PlanUpdate("s", Epoch(1, 0), Plan(3, drafters=("gpu",)))
-    machine.receive(verdict(0, (0,)), 0.7)
-    assert set(machine.take_outbox()) == {"T0", "G", "I"}
-    chooser.changes = {"s": Plan(3)}
-    machine.step(1.2)
-    assert machine.take_outbox()["C"] == [replace(opened(n=1, output=(0,), plan=Plan(3)), drafter="cpu")]

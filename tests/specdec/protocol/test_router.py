@@ -130,47 +130,6 @@ def test_sequences_without_the_drafter_of_their_plan_are_counted():
     assert machine.metrics()["num_without_drafter"] == 3
 
 
-def test_a_sequence_that_one_of_several_drafters_drafts_for_is_not_without():
-    machine = router("T0", drafters=("drafter", "cpu"))
-    deaths = {kind: machine.metrics()[f"num_worker_deaths/{kind}"] for kind in ("target", "drafter", "cpu")}
-    assert set(deaths.values()) == {0}, "a rate sees the first death of what was 0 before"
-    machine.worker_joined("C0", "cpu", 0.0)
-    submit(machine, "a")
-    assert machine.metrics()["num_without_drafter"] == 0
-    assert machine.lacks("drafter")
-    assert not machine.lacks("cpu")
-    machine.worker_lost("C0", 0.0)
-    assert machine.metrics()["num_without_drafter"] == 1
-
-
-def several(plan=PLAN, **spec):
-    """A router with three drafters and a sequence; the drafters that were asked, and the plan that they got."""
-    names = ("drafter", "cpu", "gpu")
-    machine = router("T0", plan=plan, drafters=names)
-    for name in names:
-        machine.worker_joined(f"of {name}", name, 0.0)
-    machine.receive(Submit("s", 1, "I", SharedTokens(PROMPT), replace(SPEC, **spec)), 0.0)
-    sent = machine.take_outbox()
-    return {name for name in names if f"of {name}" in sent}, sent["T0"][0].plan.num_draft_tokens
-
-
-def test_those_draft_that_a_request_names():
-    assert several() == ({"drafter", "cpu", "gpu"}, 3)
-    assert several(drafters=("cpu", "gpu")) == ({"cpu", "gpu"}, 3)
-    assert several(Plan(3, drafters=("drafter", "gpu")), drafters=("cpu", "gpu")) == ({"gpu"}, 3)
-    assert several(Plan(3, drafters=("drafter",)), drafters=("cpu", "gpu")) == ({"cpu", "gpu"}, 3)
-    assert several(drafters=("gone",)) == (set(), 0)  # after an update of the service
-
-
-def test_a_router_counts_who_names_a_drafter_that_it_lacks():
-    machine = router("T0", drafters=("drafter", "cpu"))
-    for seq, names in (("a", ()), ("b", ("cpu",)), ("c", ("cpu", "gone")), ("d", ("gone",))):
-        spec = replace(SPEC, drafters=names)
-        for _ in range(2):  # it is sent again until it is heard
-            machine.receive(Submit(seq, 1, "I", SharedTokens(PROMPT), spec), 0.0)
-    assert machine.metrics()["num_unknown_drafters"] == 2
-
-
 def test_a_verdict_is_acknowledged_committed_and_told():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
@@ -254,45 +213,6 @@ def test_what_tells_of_a_prompt_is_sent_to_the_ingress_once_and_again_only_much_
     machine.receive(replace_struct(want, have=P + 1), 5.1)
     (message,) = machine.take_outbox()["I"]
     assert (message.tokens, message.notes.prompt_logprobs) == ((4,), None), "it has arrived: it is never sent again"
-
-
-def with_two_drafters(spec=SPEC):
-    machine = RouterMachine("R", lambda spec: PLAN, TIMES, drafters=("gpu", "cpu"))
-    for name, kind in {"T": "target", "G": "gpu", "C": "cpu"}.items():
-        machine.worker_joined(name, kind, 0.0)
-    machine.receive(Submit("s", 1, "I", SharedTokens(PROMPT), spec), 0.0)
-    return machine
-
-
-def test_each_drafter_has_the_sequence_its_commits_and_incarnations_of_its_own():
-    machine = with_two_drafters()
-    sent = machine.take_outbox()
-    assert {peer: message.drafter for peer, [message] in sent.items() if peer != "T"} == {"G": "gpu", "C": "cpu"}
-    machine.receive(verdict(0, (0, 1)), 0.0)
-    sent = machine.take_outbox()
-    assert sent["G"] == sent["C"] == [commit(0, (0, 1), (0, 1))]
-    machine.receive(Resync("C", "s", Epoch(1, 0), 0, "unknown"), 0.0)
-    [reopened] = machine.take_outbox().pop("C")
-    assert (reopened.epoch, reopened.drafter) == (Epoch(1, 1), "cpu")
-    for drafter, n, is_relayed in (("gpu", 0, True), ("cpu", 1, True), ("cpu", 0, False), ("gpu", 1, False)):
-        offer = Offer("s", Epoch(1, n), log_of((0, 1)).prefix_hash(), (4, 5), drafter=drafter)
-        machine.receive(offer, 0.0)
-        expected = {"T": [replace_struct(offer, epoch=Epoch(1, 0))]} if is_relayed else {}
-        assert machine.take_outbox() == expected
-    machine.receive(Offer("s", Epoch(1, 0), log_of((0, 1)).prefix_hash(), (4,), drafter="nobody"), 0.0)
-    assert machine.take_outbox() == {}
-
-
-def test_a_drafter_that_is_lost_leaves_the_other_as_it_is():
-    machine = with_two_drafters()
-    machine.take_outbox()
-    machine.worker_lost("G", 0.0)
-    assert machine.take_outbox() == {}
-    machine.receive(verdict(0, (0,)), 0.0)
-    assert machine.take_outbox()["C"] == [commit(0, (0,), (0,))]
-    machine.worker_joined("G2", "gpu", 0.0)
-    [reopened] = machine.take_outbox().pop("G2")
-    assert (reopened.epoch, reopened.output) == (Epoch(1, 1), (0,))
 
 
 def test_a_target_that_always_has_another_history_is_not_opened_without_end():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
-from msgspec.structs import replace
 
 from specdec.core.backends import Status, Verification
-from specdec.core.drafts import OFFERS_KEPT, children_of
+from specdec.core.drafts import children_of
 from specdec.core.messages import Ack, Offer, Outcome, Plan
 from tests.specdec.protocol.scripted import PROMPT, log_of
 from tests.specdec.protocol.test_target import EPOCH, TRUE, Oracle, machine_with, offer, open_message
@@ -172,60 +169,3 @@ class TreeOracle(Oracle):
         while (kept := [node for node in children.get(at, ()) if job.draft[node] == true[count]]) != []:
             at, count = kept[0], count + 1
         return Verification(Status.DECIDED, true[: count + 1], count, len(job.draft))
-
-
-class ChainOracle(Oracle):
-    """Verifies of a tree its chain."""
-
-    def _decide(self, job):
-        return super()._decide(job._replace(draft=job.proposed.chain().tokens, parents=()))
-
-
-def of(drafter, committed, chain):
-    return replace(offer(committed, chain), drafter=drafter)
-
-
-def counted(machine, drafter):
-    return asdict(machine.counters.by_drafter[drafter])
-
-
-def test_a_verdict_names_the_drafter_of_each_accepted_token_where_that_was_asked():
-    for wants_times, names in ((True, ("a", "b", "b", "")), (False, ())):
-        message = open_message(wants_times=wants_times)
-        machine = machine_with(message, of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
-        machine._backend = TreeOracle()
-        machine.step(0.0)
-        (verdict,) = machine.take_outbox()["R"]
-        assert (verdict.tokens, verdict.notes.drafters) == ((3, 4, 5, 6), names)
-
-
-def test_offers_of_several_drafters_are_verified_as_one_tree_those_first_that_were_right():
-    machine = machine_with(open_message(), of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
-    machine._backend = backend = TreeOracle()
-    machine.step(0.0)  # decides 3, 4, 5, 6
-    assert backend.batches == [[("s", (3, 9, 4, 5))]]
-    assert counted(machine, "a") == {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1}
-    assert counted(machine, "b") == {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 2}
-    machine.receive(Ack("s", EPOCH, len(PROMPT) + 4), 0.0)
-    for drafter in ("a", "b"):
-        machine.receive(of(drafter, TRUE[:4], (7, 8)), 0.0)
-    machine.step(0.0)  # what both have is owed to who has been right
-    assert backend.batches[1:] == [[("s", (7, 8))]]
-    assert [counted(machine, name)["num_accepted_tokens"] for name in ("a", "b")] == [1, 4]
-
-
-def test_what_a_backend_leaves_out_of_a_tree_is_not_counted_as_drafted():
-    machine = machine_with(open_message(), of("a", (), (3, 9)), of("b", (), (3, 4, 5)))
-    machine._backend = ChainOracle()
-    machine.step(0.0)
-    assert counted(machine, "a") == {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1}
-    assert counted(machine, "b") == {"num_drafts": 1, "num_draft_tokens": 0, "num_accepted_tokens": 0}
-    assert machine.counters.num_draft_tokens == 2
-
-
-def test_a_drafter_that_floods_a_target_takes_no_other_ones_room():
-    machine = machine_with(open_message(), of("a", (), TRUE[:2]))
-    for token in range(1, 2 * OFFERS_KEPT):
-        machine.receive(of("b", (), (token, token)), 0.0)
-    (sequence,) = machine._sequences
-    assert [kept.offer.drafter for kept in sequence.offers] == ["a", *["b"] * OFFERS_KEPT]

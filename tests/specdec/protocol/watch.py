@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from specdec.core.drafts import OFFERS_KEPT
@@ -16,7 +16,7 @@ from specdec.protocol.leases import LeasedSequence, Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_sequence import KeptOffer, TargetSequence
+from specdec.protocol.target_sequence import TargetSequence
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
@@ -78,17 +78,15 @@ class Watch:
         self,
         scripts: dict[str, Script],
         times: Times,
-        kind: Callable[[str, str], str],
         *,
         repeats: bool,
         most_branches: int,
     ) -> None:
-        self._kind = kind
         self._scripts, self._times, self._repeats = scripts, times, repeats
         self._most_branches = most_branches
         self.clients: dict[str, Client] = {}
         self.num_opens: Counter[str] = Counter()
-        self.num_draft_opens: Counter[tuple[str, str]] = Counter()
+        self.num_draft_opens: Counter[str] = Counter()
         self.num_alone: Counter[str] = Counter()
         self._graves: dict[tuple[str, int, str], tuple[Epoch, float]] = {}
         self._held: defaultdict[tuple[str, int], dict[str, Epoch]] = defaultdict(dict)
@@ -97,9 +95,6 @@ class Watch:
         self._committed: defaultdict[str, set[Tokens]] = defaultdict(set)
         self._offers: set[tuple[object, ...]] = set()
         self._opened: dict[tuple[int, str, str], Epoch] = {}
-        self._of_others: tuple[TargetSequence, list[KeptOffer]] | None = None
-        self._ranks: dict[str, list[str]] = {}
-        self._drafted: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         self._lengths: defaultdict[tuple[str, str, Epoch], list[int]] = defaultdict(list)
 
     def follow(self, router: RouterMachine) -> None:
@@ -120,8 +115,7 @@ class Watch:
         def check_and_send(link: WorkerLink, message: Message) -> None:
             session = router._sessions.get(message.seq) if isinstance(message, Offer) else None
             if session is not None and isinstance(message, Offer):
-                maker = session.drafters[message.drafter]
-                made = maker.kind, message.seq, session.link_epoch(maker), *_content(message)
+                made = message.seq, session.link_epoch(session.drafter), *_content(message)
                 expect(made in self._offers, "an offer of a drafter that has not made it, or not for this opening")
             if isinstance(message, Open):
                 self._opened[id(router), message.seq, link.kind] = message.epoch
@@ -139,36 +133,19 @@ class Watch:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
         match message:
             case Offer(seq, epoch) if sender.startswith("D"):
-                self._offers.add((self._kind(sender, peer), seq, epoch, *_content(message)))
+                self._offers.add((seq, epoch, *_content(message)))
             case Open(seq, epoch, spec=spec) if peer.startswith("T") or spec.model == "draft":
                 self._grant(seq, epoch, len(message.prompt) + len(message.output))
                 self.num_opens[seq] += not is_hostile
             case Submit(seq):
                 self.num_opens[seq] += not is_hostile
             case Open(seq):
-                self.num_draft_opens[seq, message.drafter] += not is_hostile
+                self.num_draft_opens[seq] += not is_hostile
             case Ack(seq, epoch, length):
                 self._grant(seq, epoch, length)
 
     def _grant(self, seq: str, epoch: Epoch, length: int) -> None:
         self._granted[seq, epoch] = max(length, self._granted.get((seq, epoch), 0))
-
-    def receives(self, node: Node, message: Message) -> None:
-        """A process is about to take in a message."""
-        self._of_others = None
-        if isinstance(message, Offer) and isinstance(node.machine, TargetMachine):
-            sequence = node.machine._sequences.current(message.seq, message.epoch)
-            if sequence is not None:
-                others = [kept for kept in sequence.offers if kept.offer.drafter != message.drafter]
-                self._of_others = sequence, others
-
-    def steps(self, node: Node) -> None:
-        """A process is about to make a step."""
-        if isinstance(node.machine, TargetMachine):
-            rates = {name: record.rate for name, record in node.machine._records.items()}
-            self._ranks[node.name] = sorted(rates, key=lambda name: (-rates[name], name))
-            for sequence in node.machine._sequences:
-                sequence.proposed = []
 
     def followed(self, nodes: Mapping[str, Node], now: int) -> None:
         """Nothing is lost any more: who drafts for a sequence has all that was committed a while ago."""
@@ -176,7 +153,7 @@ class Watch:
             for session in node.machine._sessions if isinstance(node.machine, RouterMachine) else ():
                 lengths = self._lengths[node.name, session.seq, session.epoch]
                 lengths.append(len(session.log))
-                for link in session.drafting if len(lengths) > LAG else ():
+                for link in session.links[1:] if len(lengths) > LAG else ():
                     machine = None if link.worker is None else nodes[link.worker].machine
                     if not isinstance(machine, DraftWorkerMachine) or now - link.opened_s < LAG:
                         continue
@@ -187,9 +164,6 @@ class Watch:
     def received(self, node: Node, message: Message, now: int) -> None:
         """A process has taken in a message."""
         self.moved(node, now)
-        if self._of_others is not None:
-            sequence, others = self._of_others
-            expect(all(kept in sequence.offers for kept in others), "a drafter's offer takes the place of another's")
         if isinstance(message, Close | Cancel):
             epoch = Epoch(message.attempt, 0) if isinstance(message, Cancel) else message.epoch
             if message.seq not in self._held[node.name, node.life]:
@@ -248,7 +222,7 @@ class Watch:
             sequence.log.tail(0),
             self._scripts[sequence.seq],
         )
-        self._check_drafters(node, sequence)
+        expect(len(sequence.offers) <= OFFERS_KEPT, "more offers than are kept")
         seen = self._logs.get(key, ())
         if log == seen:
             return
@@ -259,14 +233,6 @@ class Watch:
         expect(excess <= self._times.max_unacked_tokens, "more than the credit past the last acknowledgement")
         self._logs[key] = log
         self._committed[sequence.seq].add(log)
-
-    def _check_drafters(self, node: Node, sequence: TargetSequence) -> None:
-        kept = Counter(kept.offer.drafter for kept in sequence.offers)
-        expect(max(kept.values(), default=0) <= OFFERS_KEPT, "more offers of a drafter than are kept")
-        proposed = [one.drafter for one in sequence.proposed]
-        known = [name for name in self._ranks.get(node.name, ()) if name in proposed]
-        if len(known) == len(proposed):
-            expect(proposed == known, "drafters are not merged in the order of their records")
 
     def _check_session(self, node: Node, session: Session) -> None:
         for link in session.links:

@@ -35,13 +35,7 @@ from tests.specdec.protocol.watch import Client, Node, Watch
 TIMES = Times(
     lease_s=8, renew_interval_s=3, retry_interval_s=3, renew_grace_s=2, peer_timeout_s=10, max_unacked_tokens=6
 )
-INGRESS, ROUTERS, TARGETS = "I", ("R0", "R1"), ("T0", "T1")
-DRAFTERS = {"D0": DRAFTER, "D1": DRAFTER}
-"""Which drafter a worker is of, where there is one."""
-MORE_DRAFTERS = ({"D2": "second"}, {"D2": "second", "D3": "third"})
-"""Those of others, which two seeds of eight have."""
-SWAPPED = {DRAFTER: "second", "second": DRAFTER}
-"""Where these are pools, which serve routers of two applications: what one calls ``second`` is the other's first."""
+INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
 REQUESTS = ("s0", "s1", "s2")
 MOST_BRANCHES = 6
 QUIET_STEPS, OPENS, DRAFT_OPENS, DEATHS = 300, 24, 14, 16
@@ -104,27 +98,19 @@ class World:
         max_model_len = rng.choice((16, 64))
         self.draft_max_model_len = rng.choice((10, max_model_len))
         self.scripts = {seq: Script.random(rng, seq, max_model_len) for seq in REQUESTS}
-        # Nothing is drawn for these: all other schedules are as if there were none.
-        more = MORE_DRAFTERS[seed // 8 % 2] if seed % 8 > 5 else {}
-        self.drafters = {**DRAFTERS, **more}
-        self.names = tuple(dict.fromkeys(self.drafters.values()))
-        self.are_pools = bool(more) and seed // 32 % 2 == 1
-        skills = self.skill, (0.0, 0.7, 0.95)[seed // 16 % 3], 0.9
-        self.draft_models = {
-            name: DraftModel(self.scripts, seed + i, skill=skills[i]) for i, name in enumerate(self.names)
-        }
+        self.draft_model = DraftModel(self.scripts, seed, skill=self.skill)
         self.takes_trees = seed // 16 % 2 == 0
         self.is_paired = seed % 16 in (4, 5)  # beside drafters of their own
         self.draft_room = rng.choice((2, 6, 30))
         self.num_step_tokens = 3 if seed % 3 == 1 else 1
-        self.watch = Watch(self.scripts, TIMES, self._kind, repeats=self.repeats, most_branches=MOST_BRANCHES)
+        self.watch = Watch(self.scripts, TIMES, repeats=self.repeats, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
         self.num_deaths: Counter[str] = Counter()
         self._news: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._lost: set[tuple[str, str]] = set()
         self.nodes: dict[str, Node] = {}
-        for name in (INGRESS, *ROUTERS, *TARGETS, *self.drafters):
+        for name in (INGRESS, *ROUTERS, *TARGETS, *DRAFTERS):
             self._begin(name, 0)
         for listener in (INGRESS, *ROUTERS):
             self._introduce(listener)
@@ -134,7 +120,7 @@ class World:
         for _ in range(self.rng.randint(20, 70)):
             self.step()
             self.disturb()
-        for name in self.rng.sample(ROUTERS + TARGETS + tuple(self.drafters), self.rng.randint(0, 3)):
+        for name in self.rng.sample(ROUTERS + TARGETS + DRAFTERS, self.rng.randint(0, 3)):
             self._restart(self.nodes[name])  # so that the quiet begins where it is hardest
         for node in list(self.nodes.values()):
             if node.is_draining:
@@ -158,7 +144,6 @@ class World:
             if node.stalled_until > self.now:
                 self.net.hold(name, message, node.stalled_until)
                 continue
-            self.watch.receives(node, message)
             node.machine.receive(message, self.now)
             self.watch.received(node, message, self.now)
         for node in self.nodes.values():
@@ -166,7 +151,6 @@ class World:
                 continue
             try:
                 for _ in range(self._pace(node)):
-                    self.watch.steps(node)
                     node.machine.step(self.now)
                     self.watch.moved(node, self.now)
             except DiesError as death:
@@ -188,7 +172,7 @@ class World:
         """How many steps a machine makes now: a target is slow, a drafter may be fast."""
         if node.name in TARGETS:
             return int(self.now % self.target_period == 0)
-        return self.drafts_per_step if node.name in self.drafters else 1
+        return self.drafts_per_step if node.name in DRAFTERS else 1
 
     def _send(self, sender: str, peer: str, message: Message) -> None:
         self.watch.sent(sender, peer, message, is_hostile=self.net.is_hostile)
@@ -196,24 +180,17 @@ class World:
 
     # Processes, and who hears of them.
 
-    def _kind(self, worker: str, router: str) -> str:
-        """What a router calls a worker."""
-        kind = self.drafters.get(worker, "target")
-        return SWAPPED.get(kind, kind) if self.are_pools and router == ROUTERS[1] else kind
-
     def _begin(self, name: str, life: int, model: str = OURS) -> None:
         node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES, fingerprints=_fingerprints(OURS)))
         match name[0]:
             case "R":
-                router = node.machine = RouterMachine(
-                    name, self._plan, TIMES, fingerprints=_fingerprints(model), drafters=self.names
-                )
+                router = node.machine = RouterMachine(name, self._plan, TIMES, fingerprints=_fingerprints(model))
                 self.watch.follow(router)
             case "T":
                 backend = self._target_backend()
                 node.backends, decides = (backend,), backend
                 if self.is_paired:
-                    beside = self._draft_backend(DRAFTER)
+                    beside = self._draft_backend()
                     node.backends, decides = (backend, beside), PairedTarget(backend, beside, 5)
                 node.machine = TargetMachine(
                     name,
@@ -223,7 +200,7 @@ class World:
                     ngram=NgramOptions(5),
                 )
             case "D":
-                drafter = self._draft_backend(self.drafters[name])
+                drafter = self._draft_backend()
                 standalone, draft = self._target_backend(), _fingerprints(model).draft
                 node.backends = drafter, standalone
                 machine = DrafterMachine(name, drafter, TIMES)
@@ -235,15 +212,15 @@ class World:
             self.rng,
             repeats=self.repeats,
             room=self.room,
-            draft_models=tuple(self.draft_models.values()),
+            draft_models=(self.draft_model,),
             takes_trees=self.takes_trees,
         )
         backend.failing, backend.num_alone = self.adversary.failing, self.watch.num_alone
         return backend
 
-    def _draft_backend(self, name: str) -> ScriptedDraft:
+    def _draft_backend(self) -> ScriptedDraft:
         return ScriptedDraft(
-            self.draft_models[name],
+            self.draft_model,
             room=self.draft_room,
             max_model_len=self.draft_max_model_len,
             num_step_tokens=self.num_step_tokens,
@@ -257,7 +234,6 @@ class World:
             acceptance_rate=pick((0.0, 0.7, 1.0)),
             mode=pick(("overlap", "overlap", "sequential")),
             draft_wait_s=pick((0, 0, 6)),
-            drafters=pick(((), (), self.names[:1], self.names[1:])) if len(self.names) > 1 else (),
         )
 
     def _listeners(self, name: str) -> tuple[str, ...]:
@@ -265,7 +241,7 @@ class World:
 
     def _introduce(self, listener: str) -> None:
         """A new process is told of all its peers, of some of them late."""
-        for name in ROUTERS if listener == INGRESS else TARGETS + tuple(self.drafters):
+        for name in ROUTERS if listener == INGRESS else TARGETS + DRAFTERS:
             self._lost.add((listener, name))
             self._tell_later(listener, name, self.rng.choice((0, 0, 0, 10)))
 
@@ -274,7 +250,7 @@ class World:
         if isinstance(machine, IngressMachine):
             (machine.router_joined if joined else machine.router_lost)(name, self.now)
         elif isinstance(machine, RouterMachine) and joined:
-            machine.worker_joined(name, self._kind(name, listener), self.now)
+            machine.worker_joined(name, "target" if name in TARGETS else DRAFTER, self.now)
         elif isinstance(machine, RouterMachine):
             machine.worker_lost(name, self.now)
         (self._lost.discard if joined else self._lost.add)((listener, name))
@@ -343,7 +319,7 @@ class World:
         self.counts["restarts"] += 1
         was_ours = node.model == OURS
         is_update = self.net.is_hostile and self.rng.random() < self.adversary.update
-        model = THEIRS if is_update and node.name not in self.drafters else OURS
+        model = THEIRS if is_update and node.name not in DRAFTERS else OURS
         self._begin(node.name, node.life + 1, model)
         self.nodes[node.name].model = model
         self.counts["updates"] += model == THEIRS
@@ -400,16 +376,8 @@ class World:
             elif isinstance(node.machine, TargetMachine):
                 counters = node.machine.counters
                 self.counts["branch hits"] += counters.num_branch_hits
-                num_owed = {name: counts.num_accepted_tokens for name, counts in counters.by_drafter.items()}
-                accepted = counters.by_source["model"].num_accepted_tokens
-                if self.is_paired:  # what its own draft model made is owed to no drafter
-                    self.counts["of pairs"] += accepted - sum(num_owed.values())
-                    continue
-                expect(sum(num_owed.values()) == accepted, "an accepted token is owed to no drafter, or to two")
-                num_verified = sum(counts.num_draft_tokens for counts in counters.by_drafter.values())
-                is_whole = num_verified == counters.by_source["model"].num_draft_tokens
-                expect(is_whole, "a verified token is no drafter's, or two drafters'")
-                self.counts["of others"] += accepted - num_owed.get(DRAFTER, 0)
+                if self.is_paired:
+                    self.counts["of pairs"] += counters.by_source["model"].num_accepted_tokens
 
     def _drain(self, steps: int) -> None:
         for _ in range(steps + 3 * int(TIMES.lease_s) + 5):

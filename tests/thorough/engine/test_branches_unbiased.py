@@ -10,12 +10,11 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
-from msgspec.structs import replace
 from scipy.stats import chi2
 from torch import Tensor
 
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.core.messages import DRAFTER, Ack, Commit, Epoch, Open, Plan, Verdict
+from specdec.core.messages import Ack, Commit, Epoch, Open, Plan, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
@@ -73,17 +72,15 @@ class Setup:
         draft_steps: Of the drafter for each step of the target, in turn.
         ends: Whether a token ends a text.
         noise: How far the draft's logits are from the target's.
-        drafters: Names of those that draft, each with logits of its own, and with steps of its own.
     """
 
     plan: Plan = PLAN
     draft_steps: tuple[int, ...] = (3,)
     ends: bool = True
     noise: float = 0.3
-    drafters: tuple[str, ...] = (DRAFTER,)
 
-    def logits(self) -> tuple[Tensor, ...]:
-        """Of the target and each drafter, each [VOCAB, VOCAB]."""
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Of the target and the drafter, each [VOCAB, VOCAB]."""
         generator = torch.Generator().manual_seed(5)
         if not self.ends:
             return self._with_noise(torch.randn(VOCAB, VOCAB, generator=generator), generator)
@@ -93,30 +90,25 @@ class Setup:
             logits[token, following] += 3.0
         return self._with_noise(logits, generator)
 
-    def _with_noise(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        noise = [torch.randn(VOCAB, VOCAB, generator=generator) for _ in self.drafters]
-        return logits, *(logits + self.noise * one for one in noise)
+    def _with_noise(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return logits, logits + self.noise * torch.randn(VOCAB, VOCAB, generator=generator)
 
     def spec(self, seed: int) -> SequenceSpec:
         return SequenceSpec(SamplingParams(), seed, len(PROMPT), NUM_TOKENS, (END,) if self.ends else ())
 
 
 class Line:
-    """A target, and drafters that hear of its verdicts a step late, without anybody between them."""
+    """A target, and a drafter that hears of its verdicts a step late, without anybody between them."""
 
     def __init__(self, setup: Setup, seeds: range) -> None:
-        logits, *draft_logits = setup.logits()
+        logits, draft_logits = setup.logits()
         self.target = TargetMachine("T", Backend(logits), Times(lease_s=1e6))
-        self.drafters = {
-            name: DrafterMachine(name, Backend(logits), Times(lease_s=1e6), branches_in_all=1 << 16)
-            for name, logits in zip(setup.drafters, draft_logits, strict=True)
-        }
+        self.drafter = DrafterMachine("D", Backend(draft_logits), Times(lease_s=1e6), branches_in_all=1 << 16)
         self.draft_steps = cycle(setup.draft_steps)
         for seed in seeds:
             opening = Open(str(seed), Epoch(0, 0), "R", PROMPT, setup.spec(seed), setup.plan, 1e6)
             self.target.receive(opening, 0.0)
-            for name, drafter in self.drafters.items():
-                drafter.receive(replace(opening, drafter=name), 0.0)
+            self.drafter.receive(opening, 0.0)
 
     def run(self) -> dict[int, list[int]]:
         """The output of each seed."""
@@ -124,11 +116,10 @@ class Line:
         while len(self.target._sequences):
             self.target.step(0.0)
             verdicts = self.target.take_outbox()["R"]
-            for drafter in self.drafters.values():
-                for _ in range(next(self.draft_steps)):
-                    drafter.step(0.0)
-                for offer in drafter.take_outbox().get("R", []):
-                    self.target.receive(offer, 0.0)
+            for _ in range(next(self.draft_steps)):
+                self.drafter.step(0.0)
+            for offer in self.drafter.take_outbox().get("R", []):
+                self.target.receive(offer, 0.0)
             for verdict in verdicts:
                 assert isinstance(verdict, Verdict)
                 outputs.setdefault(int(verdict.seq), []).extend(verdict.tokens)
@@ -137,12 +128,10 @@ class Line:
 
     def _pass_on(self, verdict: Verdict) -> None:
         seq, epoch, length = verdict.seq, verdict.epoch, verdict.prefix_hash.length
-        for drafter in self.drafters.values():
-            drafter.receive(Commit(seq, epoch, verdict.base, verdict.tokens, verdict.prefix_hash), 0.0)
+        self.drafter.receive(Commit(seq, epoch, verdict.base, verdict.tokens, verdict.prefix_hash), 0.0)
         if verdict.finish is not None:
             self.target._dropped(self.target._sequences.drop(seq, epoch, 0.0))
-            for drafter in self.drafters.values():
-                drafter._dropped(drafter._sequences.drop(seq, epoch, 0.0))
+            self.drafter._dropped(self.drafter._sequences.drop(seq, epoch, 0.0))
         self.target.receive(Ack(seq, epoch, length), 0.0)
 
 
@@ -159,7 +148,7 @@ SETUPS = {
     "branches": Setup(),
     "texts_without_end": Setup(ends=False, noise=0.8),
     "sequential_and_often_late": Setup(plan=Plan(num_draft_tokens=3, mode="sequential"), draft_steps=(2, 3)),
-    "two_drafters": Setup(plan=AHEAD, draft_steps=(0, 3, 6, 1), noise=0.8, drafters=("a", "b")),
+    "ahead_and_uneven": Setup(plan=AHEAD, draft_steps=(0, 3, 6, 1), noise=0.8),
 }
 
 
@@ -171,12 +160,10 @@ def test_output_is_the_targets_in_distribution_and_the_seeds_own(name: str) -> N
         line = Line(setup, range(len(outputs), len(outputs) + 250))
         outputs |= line.run()
         counters.update({key: getattr(line.target.counters, key) for key in ("num_branch_hits", "num_used_offers")})
-        counters["num_promoted"] += sum(drafter.counters.num_promoted for drafter in line.drafters.values())
-        counters.update({drafter: own.num_drafts for drafter, own in line.target.counters.by_drafter.items()})
+        counters["num_promoted"] += line.drafter.counters.num_promoted
     assert all(outputs[seed] == plainly(setup, seed) for seed in range(100))
     assert counters["num_used_offers"] > NUM_DRAWS / 50, counters
     assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > NUM_DRAWS / 50
-    assert min(counters[drafter] for drafter in setup.drafters) > 50
     pairs = torch.tensor(list(joined.from_iterable(pairwise((PROMPT[-1], *output)) for output in outputs.values()))).T
     counts = torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB).double()
     expected = counts.sum(1, keepdim=True) * setup.logits()[0].double().softmax(1)

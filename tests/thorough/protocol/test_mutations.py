@@ -6,7 +6,6 @@ import pytest
 
 from tests.sizes import sized
 from tests.specdec.protocol.branch_mutations import BRANCH_MUTATIONS
-from tests.specdec.protocol.drafter_mutations import DRAFTER_MUTATIONS
 from tests.specdec.protocol.fault_mutations import FAULT_MUTATIONS
 from tests.specdec.protocol.mutations import MUTATIONS
 from tests.specdec.protocol.scripted import ScriptedDraft, ScriptedTarget
@@ -70,7 +69,7 @@ FOUND_BY = {
     "workers_that_drain": 0,
 }
 """A schedule that breaks a promise with a rule off. Where it no longer does, all are tried; ``--whole`` prints it."""
-ALL = MUTATIONS | BRANCH_MUTATIONS | FAULT_MUTATIONS | DRAFTER_MUTATIONS
+ALL = MUTATIONS | BRANCH_MUTATIONS | FAULT_MUTATIONS
 
 
 @pytest.mark.parametrize("rule", ALL)
