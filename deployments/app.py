@@ -91,11 +91,11 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return ingress.bind(args, router.bind(args, *workers), is_local)
+    return ingress.bind(args, router.bind(args, *workers))
 
 
 def build_local_app(args: AppArgs) -> Application:
-    """The same as :func:`build_app` where ``specdec serve`` deploys it: the service may then deploy itself again."""
+    """Build the application for one machine, where no node can come, as ``specdec serve`` does."""
     return _build_app(args, is_local=True)
 
 

@@ -29,7 +29,6 @@ from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import serve_tracer
 from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.operate.live import LiveKeys, WatchedFile
-from deployments.operate.requantize import add_quantization_routes
 from deployments.operate.stores import open_store
 from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
@@ -58,14 +57,10 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     Args:
         args: The service's configuration.
         router: Handle of the routers' deployment, so that Serve deploys it too.
-        is_local: Whether ``specdec serve`` has deployed the service.
     """
 
-    _is_local = False
-
-    def __init__(self, args: AppArgs, router: Any, is_local: bool = False) -> None:
+    def __init__(self, args: AppArgs, router: Any) -> None:
         self._args = self._in_force = args
-        self._is_local = is_local
         check_node()
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
@@ -172,7 +167,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         )
         if self._adapters is not None:
             add_adapter_routes(app, self._adapters)
-        add_quantization_routes(app, self._args, is_local=self._is_local)
         return app
 
     async def _metrics(self) -> Metrics:

@@ -172,7 +172,7 @@ class Access(StrictModel):
         description="file of API keys, a line 'name: key' each; read again when it changes",
     )
     admin_keys: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
-        (), description="names of the API keys that may load adapters and change quantization"
+        (), description="names of the API keys that may load adapters"
     )
     share_prefixes: SharePrefixes = Field(
         "key",

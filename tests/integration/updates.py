@@ -25,10 +25,14 @@ from tests.integration.kills import Comparison, Streams
 from tests.integration.nodes import prepare, serve_alone
 from tests.integration.running import eventually
 
-UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}, "quantized": {}}
-"""What an update changes: a key that decides no token but needs a restart; the target; over HTTP its quantization."""
-BEFORE: dict[str, dict[str, Any]] = {"quantized": {"replicas": {"target": 2, "ingress": 2}}}
-"""What is other before an update: replicas that are drained one after the other."""
+UPDATES: dict[str, dict[str, Any]] = {
+    "same": {"block_size": 32},
+    "other": {"demo": "hybrid"},
+    "quantized": {"target": {"quantization": "int8"}},
+}
+"""What an update changes: a key that decides no token but needs a restart; the target; its quantization."""
+REPLICAS: dict[str, dict[str, Any]] = {"quantized": {"replicas": {"target": 2, "ingress": 2}}}
+"""Replicas that are drained one after the other, by the update."""
 ARGS: dict[str, Any] = {"num_speculative_tokens": 4, "drain_timeout_s": 600, "access": {"admin_keys": ["admin"]}}
 HEADERS = {"Authorization": f"Bearer {secrets.token_hex(8)}"}
 """The old replicas have the time that their streams need while new ones load beside them."""
@@ -44,18 +48,6 @@ def deploy(changes: dict[str, Any]) -> None:
 
     actors = {name: {"num_cpus": 1} for name in ("target", "draft")}
     serve.run(build_local_app(AppArgs.model_validate({**ARGS, "actors": actors, **changes})), name="specdec")
-
-
-def quantize(url: str) -> None:
-    """Have the target quantized by the service itself, and wait until all of its replicas are."""
-    from ray import serve
-
-    answer = httpx2.post(
-        f"{url}/v1/admin/quantization", json={"target": "int8"}, headers=HEADERS, timeout=TIMEOUT_S, trust_env=False
-    )
-    assert answer.status_code == 202, answer.text
-    eventually(lambda: serve.status().applications["specdec"].status == "RUNNING", TIMEOUT_S, "the update has ended")
-    assert fingerprint(url) == answer.json()["target"]["fingerprint"]
 
 
 def load_adapter(url: str, folder: str) -> None:
@@ -78,12 +70,13 @@ def num_with_adapter(url: str) -> int:
 
 
 def fingerprint(url: str) -> str:
-    """Of the target that the service has for new requests."""
-    found = httpx2.get(f"{url}/v1/admin/quantization", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
-    return str(found.json()["target"]["fingerprint"])
+    """Return the ``system_fingerprint`` of new answers."""
+    answer = short_request(url)
+    assert answer is not None, "no request is answered"
+    return str(answer.json()["system_fingerprint"])
 
 
-def under_update(url: str, kind: str, after: dict[str, Any], num_streams: int, max_tokens: int) -> dict[str, Any]:
+def under_update(url: str, after: dict[str, Any], num_streams: int, max_tokens: int) -> dict[str, Any]:
     """Run streams undisturbed, then under an update, and compare; new requests are sent all the while."""
     eventually(lambda: status_of_a_request(url) == 200, 120, "requests are answered")
     streams = Streams(url, "specdec-demo", num_streams, max_tokens, headers=HEADERS)
@@ -93,8 +86,7 @@ def under_update(url: str, kind: str, after: dict[str, Any], num_streams: int, m
     statuses: list[int | None] = []
     with streams.running() as wait:
         eventually(streams.have_begun, 120, "all streams have begun")
-        what, argument = (quantize, url) if kind == "quantized" else (deploy, after)
-        update = threading.Thread(target=what, args=(argument,))
+        update = threading.Thread(target=deploy, args=(after,))
         update.start()
         while update.is_alive():
             statuses.append(status_of_a_request(url))
@@ -107,15 +99,20 @@ def under_update(url: str, kind: str, after: dict[str, Any], num_streams: int, m
 
 
 def status_of_a_request(url: str) -> int | None:
-    """Status of a short request; None where no connection is taken, or it is cut."""
+    """Return the status of a short request, or None if no connection is taken, or it is cut."""
+    answer = short_request(url)
+    return None if answer is None else answer.status_code
+
+
+def short_request(url: str) -> httpx2.Response | None:
+    """Ask for one token; None if no connection is taken, or it is cut."""
     body = {"prompt": "x", "max_tokens": 1}
     try:
         options: dict[str, Any] = {"headers": HEADERS, "timeout": TIMEOUT_S, "trust_env": False}
         model = httpx2.get(f"{url}/v1/models", **options).json()["data"][0]["id"]
-        answer = httpx2.post(f"{url}/v1/completions", json={"model": model, **body}, **options)
+        return httpx2.post(f"{url}/v1/completions", json={"model": model, **body}, **options)
     except (httpx2.HTTPError, ValueError, KeyError):
         return None
-    return answer.status_code
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,10 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         lora = {"lora": {"folder": folder}}
         with serve_alone(num_cpus=8) as url:  # cores for old and new workers at once
-            deploy(lora | BEFORE.get(options.update, {}))
+            before = lora | REPLICAS.get(options.update, {})
+            deploy(before)
             load_adapter(url, folder)
-            after = lora | UPDATES[options.update]
-            outcome = under_update(url, options.update, after, options.streams, options.max_tokens)
+            outcome = under_update(url, before | UPDATES[options.update], options.streams, options.max_tokens)
     sys.stdout.write(json.dumps(outcome) + "\n")
 
 
