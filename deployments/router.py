@@ -47,8 +47,6 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             args.protocol.times(),
             fingerprints=own,
             max_reopens=args.limits.max_reopens,
-            keeps_numeric=args.exactness == "strict",
-            outlives_contract=args.numeric_contract_lost == "continue",
         )
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -37,7 +37,6 @@ from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_sh
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.pair import PairedTarget
 from specdec.engine.timing import LastRound, LastStep, StepMetrics, profile_drafter, profile_target
-from specdec.executor.contract import contract_text, loaded_contract
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
@@ -112,8 +111,7 @@ class TargetServer(_Worker):
             args.protocol.times(),
             worker_metrics,
             fingerprint=own.decision,
-            numeric=_numeric(args, built),
-            keeps_numeric=args.exactness == "strict",
+            numeric=built[0].numeric if built else "",
             last_interval=last_round.interval,
             last_draft_intervals=last_round.draft_intervals,
             ngram=ngram_options(args),
@@ -233,13 +231,6 @@ def _last_progress(*backends: TargetBackend | DraftBackend | None) -> Callable[[
     """When the newest layer of any of some backends was done; None where none of them tells."""
     found = [progress for one in backends if (progress := getattr(one, "last_progress", None)) is not None]
     return (lambda: max(progress() for progress in found)) if found else None
-
-
-def _numeric(args: AppArgs, built: Sequence[Built]) -> str:
-    """The numeric contract of the target as it was loaded; empty where what runs was not built by this library."""
-    tile_tokens = args.strict_tile_tokens if args.exactness == "strict" else None
-    contracts = (loaded_contract(one.loaded, args.target.quantization, tile_tokens) for one in built)
-    return next(map(contract_text, contracts), "")
 
 
 def _target_backend(args: AppArgs, gpu_share: float, say: Progress, on_built: Callable[[Built], None]) -> TargetBackend:

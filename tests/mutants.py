@@ -143,13 +143,13 @@ MUTANTS = (
     ),
     Mutant(
         "P12",
-        "a strict sequence is handed over to a target of another numeric contract",
+        "a strict sequence is handed over to a target with other bits",
         _PROTOCOL + "dispatcher.py",
-        "if not numeric or self.workers.of_contract(numeric):",
+        "if not numeric or self.workers.with_bits(numeric):",
         "if True:",
         _test(
             "specdec/protocol/test_numeric.py",
-            "test_one_of_a_target_that_drains_is_finished_by_it_where_no_other_is_known_to_have_its_contract",
+            "test_a_draining_target_finishes_a_strict_sequence_if_no_other_is_known_to_have_its_bits",
         ),
     ),
     Mutant(

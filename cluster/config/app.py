@@ -195,10 +195,6 @@ class AppArgs(StrictModel):
         "raw_logprobs",
         description="output tokens' log probabilities: the model's, or after edits, temperature and truncation",
     )
-    numeric_contract_lost: Literal["end", "continue"] = Field(
-        "end",
-        description="where no target keeps a strict sequence's contract; continue: it goes on in other bits",
-    )
     speculation_mode: Literal["auto", "sequential", "overlap", "outcomes"] = Field(
         "auto",
         description="how drafting and verification overlap; auto: the fastest, or overlap at a fixed length",

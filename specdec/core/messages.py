@@ -184,10 +184,6 @@ class Plan(Struct, frozen=True, array_like=True):
         force_setattr(self, "mode", mode)
 
 
-SEVERAL_CONTRACTS = "several"
-"""In place of a numeric contract, where tokens of a sequence were decided by different ones."""
-
-
 class Submit(Struct, frozen=True, array_like=True, tag=True):
     """Ingress to router: a request, with the output the client already has.
 
@@ -195,8 +191,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
         prompt: The log's first tokens. Messages of a batch that have the same object share it on the wire, too.
         decision: Fingerprint of everything that decides its tokens; the router refuses another (rule 14).
         output: The rest of the log.
-        numeric: Numeric contract by which the output was decided (rule 17): empty before it is known, and
-            :data:`SEVERAL_CONTRACTS` where there is not one.
+        numeric: Hash of the logits of the target that began the output (rule 17). It is empty before a token is known,
+            and for a sequence that does not keep its bits.
     """
 
     seq: str
@@ -278,7 +274,7 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
             draft, that of the vocabulary (rule 14).
         suspects: Name of the group that it is in quarantine with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
-        numeric: As in :class:`Submit`, where it is to be kept.
+        numeric: As in :class:`Submit`.
     """
 
     seq: str
@@ -302,7 +298,7 @@ class Verdict(Struct, frozen=True, array_like=True, tag=True):
         prefix_hash: PrefixHash of the target's log after ``tokens``.
         finish: Why the sequence ended, if it did.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
-        numeric: The target's numeric contract (rule 17), until something of it is acknowledged.
+        numeric: Hash of the target's logits (rule 17), until something of it is acknowledged.
     """
 
     seq: str
@@ -400,7 +396,7 @@ class Alive(Struct, frozen=True, array_like=True, tag=True):
     """Worker to router: a heartbeat with the worker's metrics.
 
     Attributes:
-        numeric: A target's numeric contract (rule 17); empty where it names none.
+        numeric: Hash of a target's logits (rule 17); empty if it is not strict.
     """
 
     worker: str

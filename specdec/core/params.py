@@ -139,7 +139,7 @@ class SequenceSpec:
         wants_times: Whether to note when its rounds were worked on; nothing else depends on it.
         adapter: What the target is used with; None: the model as it is.
         draft_adapter: The same of the draft; only how often it is right depends on it.
-        keeps_numeric: Whether it keeps to the numeric contract by which it has begun, where targets are strict.
+        keeps_numeric: Whether it keeps to the bits that it has begun with, where targets are strict.
     """
 
     sampling: SamplingParams

@@ -69,6 +69,7 @@ class Built:
         admission: None where the check was skipped.
         notes: What whoever runs the service should know of it, a sentence each.
         heads: On it; None for none.
+        numeric: Hash of its logits (rule 17); empty if it is not strict.
     """
 
     loaded: LoadedModel
@@ -77,6 +78,7 @@ class Built:
     admission: AdmissionReport | None
     notes: tuple[str, ...] = ()
     heads: DraftHeads | None = None
+    numeric: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +355,12 @@ def _build(
             runner, admission = _admitted_openvino(source, loaded, memory, vocab_size, options)
         else:
             runner, admission = _admitted(loaded, memory, vocab_size, options, limits)
-        if options.strict_tile_tokens is not None:
-            check_bits(runner)
+        numeric = "" if options.strict_tile_tokens is None else check_bits(runner)
     notes = (*_notes(runner, options), *_memory_notes(loaded.name, memory))
     if progress is not None:
         for note in (*notes, f"memory of {loaded.name}: {memory.describe()}"):
             progress(note)
-    return Built(loaded, runner, memory, admission, notes, heads)
+    return Built(loaded, runner, memory, admission, notes, heads, numeric)
 
 
 def _planned(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from transformers import PreTrainedModel
@@ -114,12 +115,16 @@ def no_strict_reason(loaded: LoadedModel) -> str:
     return ""
 
 
-def check_bits(runner: ModelRunner, seed: int = 0) -> None:
+def check_bits(runner: ModelRunner, seed: int = 0) -> str:
     """Compare the logits' bits of rows read alone and whole with those read in ragged pieces beside others.
 
     Args:
         runner: As for :func:`check_admission`.
         seed: Likewise.
+
+    Returns:
+        Hash of logits (rule 17), and of a product in the shape of an adapter if the model takes adapters. Libraries,
+        instruction sets and numbers of threads that compute other bits give another hash.
 
     Raises:
         ModelLoadError: Some differ, or the model is of a kind whose logits may; or too few blocks are free.
@@ -135,6 +140,13 @@ def check_bits(runner: ModelRunner, seed: int = 0) -> None:
         reason = f"the logits' bits of {differs} of {num_tokens} tokens depend on the step" if differs else ""
     if reason:
         raise ModelLoadError(f"exactness: strict is not possible with {name}: {reason}")
+    adapters = runner.loaded.adapters
+    bits = alone[: len(_ROW_LENGTHS)]  # the length of what follows depends on the window
+    if adapters is not None:
+        bits.append(adapters.sample_product(runner.tile_tokens or 1))
+    return sha256(
+        b"".join(values.contiguous().cpu().view(torch.uint8).numpy().tobytes() for values in bits)
+    ).hexdigest()
 
 
 def _row_alone(runner: ModelRunner, row: list[int]) -> torch.Tensor:

@@ -24,11 +24,11 @@ its log and the hash of that many tokens. The rules, by the numbers under which 
 12. The target decides every other finish while it walks the accepted run; nothing after it is committed.
 13. Error is a finish, final like the others, with a reason: it ends one sequence, never a worker.
 14. Sequences carry the fingerprint of their model. Who is another refuses them, and no token of another model is taken.
-15. Who drains refuses what is new, and keeps what it has until that ends or is opened elsewhere: what keeps to a
-    numeric contract, on a target that is known to have it.
+15. Who drains refuses what is new, and keeps what it has until that ends or is opened elsewhere: a strict
+    sequence, on a target that is known to have the same bits.
 16. Whoever was in a step that failed, or on a target that died, is tried again apart from others until it has taken a
     step. Who fails alone twice ends with an error, and nothing is opened again without end.
-17. A target names its numeric contract in its heartbeats, and with a sequence's first tokens. Where bits keep to it, it
-    is the sequence's from then on: targets of another refuse it, and where no other is left it ends with an error, or
-    goes on and says so.
+17. A strict target names a hash of its logits in its heartbeats, and with a sequence's first tokens. A sequence that
+    keeps its bits keeps to that hash: targets with another refuse it, and if no target has it any more it ends with
+    an error that says so.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import DRAFTER, SEVERAL_CONTRACTS, Close, Message, Open
+from specdec.core.messages import DRAFTER, Close, Message, Open
 from specdec.core.types import Fingerprints
 from specdec.drafting.plans import WorkerKind
 from specdec.protocol.leases import Outbox, label, labels
@@ -121,7 +121,7 @@ class Worker:
         metrics: Its newest ones.
         is_draining: It takes no sequences any more (rule 15).
         is_other_model: It has refused a sequence because its model is another (rule 14).
-        numeric: The numeric contract that its heartbeats name (rule 17); empty before the first.
+        numeric: The hash of its logits that its heartbeats name (rule 17); empty before the first.
         num_links: Links to it: its load.
         prefixes: What it was given to read.
     """
@@ -182,8 +182,8 @@ class WorkerPool:
             name: one for name, one in workers if one.kind == kind and one.takes_sequences and name not in apart_from
         }
 
-    def of_contract(self, numeric: str) -> dict[str, Worker]:
-        """Targets that take sequences, and have told a numeric contract."""
+    def with_bits(self, numeric: str) -> dict[str, Worker]:
+        """Targets that take sequences, and have named this hash of their logits."""
         return {name: one for name, one in self._able("target").items() if one.numeric == numeric}
 
     def least_loaded(self, kind: WorkerKind, apart_from: Container[str] = ()) -> str | None:
@@ -197,9 +197,9 @@ class WorkerPool:
         Args:
             kind: Of the worker.
             session: The sequence.
-            numeric: The contract that it keeps to: who has told the same goes first. Empty for none.
+            numeric: The hash that it keeps to: a target that has named it goes first. Empty for none.
         """
-        able = self.of_contract(numeric) if numeric else {}
+        able = self.with_bits(numeric) if numeric else {}
         able = able or self._able(kind, session.refused_by)
         if len(able) < 2:
             return next(iter(able), None)
@@ -260,7 +260,6 @@ class Dispatcher:
         quarantine: Its suspects.
         lease_s: For which sequences are opened.
         fingerprints: Of the models that workers must have (rule 14).
-        keeps_numeric: Whether sequences keep to the numeric contract by which they have begun (rule 17).
 
     Attributes:
         workers: Those that can be reached.
@@ -275,7 +274,6 @@ class Dispatcher:
         quarantine: Quarantine,
         lease_s: float,
         fingerprints: Fingerprints,
-        keeps_numeric: bool,
     ) -> None:
         self._router = router
         self._outbox = outbox
@@ -283,7 +281,6 @@ class Dispatcher:
         self._quarantine = quarantine
         self.lease_s = lease_s
         self._fingerprints = fingerprints
-        self._keeps_numeric = keeps_numeric
         self.workers = WorkerPool(counters)
 
     def place(self, session: Session, link: WorkerLink, now_s: float) -> None:
@@ -292,7 +289,7 @@ class Dispatcher:
         It goes where most of it is cached, if that worker is not too loaded, else to the least loaded.
         """
         self._counters.num_reopened += self.workers.detach(link)
-        name = self.workers.choose(link.kind, session, self._kept_numeric(session, link))
+        name = self.workers.choose(link.kind, session, _numeric(session, link))
         if name is not None:
             self.workers.attach(link, name)
             self.open(session, link, now_s)
@@ -410,7 +407,7 @@ class Dispatcher:
     def hand_over(self, sessions: Iterable[Session], now_s: float) -> None:
         """Take from workers that drain what another of their kind can go on with; suspects first take their step.
 
-        What keeps to a numeric contract stays until another target is known to have the same (rule 17).
+        A strict sequence stays until another target is known to have the same bits (rule 17).
         """
         draining = {
             name
@@ -421,20 +418,16 @@ class Dispatcher:
             for link in session.links:
                 if link.worker not in draining or _is_suspected(session, link):
                     continue
-                numeric = self._kept_numeric(session, link)
-                if not numeric or self.workers.of_contract(numeric):
+                numeric = _numeric(session, link)
+                if not numeric or self.workers.with_bits(numeric):
                     self._counters.num_handed_over += 1
                     self.close(session, link)
                     self.place(session, link, now_s)
 
-    def _kept_numeric(self, session: Session, link: WorkerLink) -> str:
-        """The numeric contract that a link's worker must have; empty where any will do."""
-        return _numeric(session, link) if self._keeps_numeric and session.spec.keeps_numeric else ""
-
 
 def _numeric(session: Session, link: WorkerLink) -> str:
-    """The numeric contract by which a session has begun, for its target; empty where there is not one."""
-    return session.numeric if link is session.target and session.numeric != SEVERAL_CONTRACTS else ""
+    """Return the hash of logits that a link's worker must have; empty if any worker will do."""
+    return session.numeric if link is session.target else ""
 
 
 def _is_suspected(session: Session, link: WorkerLink) -> bool:

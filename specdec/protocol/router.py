@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from specdec.core.log import Extension
 from specdec.core.messages import (
     DRAFTER,
-    SEVERAL_CONTRACTS,
     Ack,
     Alive,
     Cancel,
@@ -56,8 +55,6 @@ class RouterMachine:
         fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
         max_reopens: Most times that a sequence is opened again after failures of its own, and most times in a row
             because a worker has another history of it (rule 16).
-        keeps_numeric: Whether targets refuse sequences that have begun by another numeric contract (rule 17).
-        outlives_contract: Whether a sequence goes on where no target of its numeric contract is left (rule 17).
 
     Attributes:
         tracer: Begins spans of sequences whose request is traced; None where nobody traces.
@@ -72,8 +69,6 @@ class RouterMachine:
         *,
         fingerprints: Fingerprints = UNKNOWN,
         max_reopens: int = 3,
-        keeps_numeric: bool = False,
-        outlives_contract: bool = False,
     ) -> None:
         self.name = name
         self.fingerprints = fingerprints
@@ -82,7 +77,6 @@ class RouterMachine:
         self.counters = RouterCounters(num_worker_deaths=Counter({"target": 0, DRAFTER: 0}))
         self.planning = Planning(planner)
         self._times = times
-        self._outlives_contract = outlives_contract
         self._sessions: LeasedSequences[Session] = LeasedSequences(times.tombstone_s)
         self._outbox = Outbox()
         self.quarantine = Quarantine(name, max_reopens)
@@ -93,7 +87,6 @@ class RouterMachine:
             self.quarantine,
             times.lease_s,
             fingerprints,
-            keeps_numeric,
         )
         self.workers = self._dispatcher.workers
         self._renewed_s = float("-inf")
@@ -210,7 +203,7 @@ class RouterMachine:
         return False
 
     def _end_replaced(self) -> None:
-        """Where all targets are of another model or contract, nobody can go on with a sequence (rules 14 and 17)."""
+        """If all targets have another model or other bits, nobody can go on with a sequence (rules 14 and 17)."""
         for session in self._sessions:
             link = session.target
             if session.finish is not None or link.worker is not None:
@@ -218,10 +211,7 @@ class RouterMachine:
             if self.workers.is_replaced(link.kind):
                 self._finish(session, "error", MODEL_REPLACED)
             elif self.workers.is_replaced(link.kind, session.refused_by):
-                if self._outlives_contract:
-                    session.leave_contract()
-                else:
-                    self._finish(session, "error", NUMERIC_CONTRACT)
+                self._finish(session, "error", NUMERIC_CONTRACT)
 
     def _send_away(self, now_s: float) -> None:
         """What has no target here while this router drains is for another router: no new worker links with this one."""
@@ -323,8 +313,8 @@ class RouterMachine:
             return
         if len(session.log) > before:
             session.target.num_mismatches = 0
-        if message.tokens:
-            session.decided_by(message.numeric)
+        if message.tokens and session.spec.keeps_numeric:
+            session.numeric = session.numeric or message.numeric
         if message.tokens or message.finish is not None:
             self.quarantine.leave(session)
         else:
@@ -416,10 +406,11 @@ class RouterMachine:
         session.sent_length = len(session.log)
         notes = session.notes.last(len(session.log) - base)
         if base < len(session.log) or session.finish is None:
-            message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, prefix_hash, session.plan)
-            is_known = session.client_length > session.opened and session.numeric != SEVERAL_CONTRACTS
-            message = message if is_known or not session.numeric else replace(message, numeric=session.numeric)
-            self._outbox.put(session.ingress, message)
+            numeric = "" if session.client_length > session.opened else session.numeric
+            tokens, plan = session.log.tail(base), session.plan
+            self._outbox.put(
+                session.ingress, NewTokens(session.seq, attempt, base, tokens, notes, prefix_hash, plan, numeric)
+            )
         if session.finish is not None:
             self._outbox.put(session.ingress, End(session.seq, attempt, prefix_hash, session.finish, session.reason))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.core.log import TokenLog
-from specdec.core.messages import DRAFTER, SEVERAL_CONTRACTS, Epoch, Notes, Plan, Submit
+from specdec.core.messages import DRAFTER, Epoch, Notes, Plan, Submit
 from specdec.core.types import Finish
 from specdec.drafting.plans import WorkerKind
 from specdec.protocol.leases import LeasedSequence, Span, Tracer, label
@@ -186,7 +186,7 @@ class Session(LeasedSequence):
         failed_length: Length of the log at the newest of these.
         numeric: As in :class:`specdec.core.messages.Submit`.
         opened: Length of the log with which it was submitted.
-        refused_by: Targets of another contract.
+        refused_by: Targets whose logits have another hash.
         span: Of it here, from its coming until nothing is open of it; None where its request is not traced.
     """
 
@@ -241,16 +241,6 @@ class Session(LeasedSequence):
         if self.span is not None:
             self.span.end()
             self.span = None
-
-    def decided_by(self, numeric: str) -> None:
-        """A target has decided tokens, by a numeric contract if it names one."""
-        if numeric:
-            self.numeric = numeric if self.numeric in ("", numeric) else SEVERAL_CONTRACTS
-
-    def leave_contract(self) -> None:
-        """Go on by any numeric contract."""
-        self.numeric = SEVERAL_CONTRACTS
-        self.refused_by.clear()
 
     def end(self, finish: Finish, reason: str) -> None:
         """It has finished."""

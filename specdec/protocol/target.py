@@ -67,15 +67,12 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         *,
         fingerprint: str = "",
         numeric: str = "",
-        keeps_numeric: bool = False,
         last_interval: LastInterval | None = None,
         last_draft_intervals: Callable[[], Sequence[Interval]] | None = None,
         ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
-        super().__init__(
-            name, times, backend_metrics, fingerprint=fingerprint, numeric=numeric, keeps_numeric=keeps_numeric
-        )
+        super().__init__(name, times, backend_metrics, fingerprint=fingerprint, numeric=numeric)
         self._backend = backend
         self._last_interval, self._last_draft_intervals = last_interval, last_draft_intervals
         self._ngram = ngram

@@ -62,8 +62,7 @@ class WorkerMachine(Generic[R]):
     Attributes:
         fingerprint: Of what sequences need here: of all that decides tokens for a target, of the vocabulary for a
             drafter. It refuses sequences that name another (rule 14); empty takes all.
-        numeric: Its numeric contract (rule 17); empty where it names none.
-        keeps_numeric: Whether it refuses sequences that have begun by another.
+        numeric: Hash of its logits (rule 17), empty if it is not strict. It refuses sequences that began with another.
         is_draining: Whether it refuses all new ones (rule 15).
         tracer: Begins spans of sequences whose request is traced; None where nobody traces.
     """
@@ -76,12 +75,10 @@ class WorkerMachine(Generic[R]):
         *,
         fingerprint: str = "",
         numeric: str = "",
-        keeps_numeric: bool = False,
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
         self.numeric = numeric
-        self.keeps_numeric = keeps_numeric
         self.is_draining = False
         self.tracer: Tracer | None = None
         self._num_refused = {"model": 0, "numeric": 0, "draining": 0}
@@ -156,8 +153,7 @@ class WorkerMachine(Generic[R]):
         """Why a sequence is not taken; empty if it is, or is here already."""
         if message.fingerprint and self.fingerprint and message.fingerprint != self.fingerprint:
             return "model"
-        keeps_numeric = self.keeps_numeric and message.spec.keeps_numeric
-        if keeps_numeric and message.numeric not in ("", self.numeric):
+        if message.numeric not in ("", self.numeric):
             return "numeric"
         is_here = self._sequences.current(message.seq, message.epoch) is not None
         return "draining" if self.is_draining and not is_here else ""

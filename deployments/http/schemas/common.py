@@ -40,7 +40,7 @@ class SamplingBody(Body):
         stop: Strings that end the text; they are not part of it.
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
         disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
-        exactness: ``strict`` refuses a service that is not; ``fast`` goes on by any numeric contract.
+        exactness: ``strict`` refuses a service that is not; ``fast`` goes on with any bits.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         priority: Requests of a lower one go first; 0 by default.
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).

@@ -49,7 +49,6 @@ EXAMPLES = {
     "max_num_seqs": 17,
     "num_speculative_tokens": 7,
     "strict_tile_tokens": 32,
-    "numeric_contract_lost": "continue",
     "logits_processors": "some.masks:digits, masks:Table.words",
     "speculation_mode": "sequential",
     "num_branches": 3,

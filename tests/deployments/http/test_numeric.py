@@ -1,4 +1,4 @@
-"""A strict answer whose target is lost: by its numeric contract it goes on, or ends."""
+"""A strict answer whose target is lost: on one whose logits have the same hash it goes on, else it ends."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from deployments.tokens import RoutedTokens
 from deployments.transport.host import LoopHost
 from specdec.drafting.plans import no_drafts
 from specdec.engine.engine import InProcessService
-from specdec.executor.contract import Contract, contract_text, numeric_contract
 from specdec.protocol.ingress import NUMERIC_CONTRACT, IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from tests.deployments.http.conftest import Bench
 
-OWN = numeric_contract("bfloat16", "cpu", strict_tile_tokens=16)
-OTHER = OWN | {"isa": "other"}
+OWN, OTHER = "a hash", "another hash"
 TIMES = Times(lease_s=1e6, peer_timeout_s=1e6)
 DIES_AFTER = 3
 
@@ -36,17 +34,16 @@ class Line:
 
     failed = False
 
-    def __init__(self, of_next: Contract, outlives_contract: bool, after: Callable[[IngressMachine], None]) -> None:
+    def __init__(self, of_next: str, after: Callable[[IngressMachine], None]) -> None:
         self._now_s, self._num_steps, self._after = 0.0, 0, after
         self._backend = ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 128)
         self._service = service = InProcessService(self._backend, None, 0, clock=lambda: self._now_s)
-        service.router = RouterMachine("router", no_drafts, TIMES, outlives_contract=outlives_contract)
+        service.router = RouterMachine("router", no_drafts, TIMES)
         self._joins("target", OWN)
         self._of_next = of_next
 
-    def _joins(self, name: str, contract: Contract) -> None:
-        text = contract_text(contract)
-        self._service.target = TargetMachine(name, self._backend, TIMES, numeric=text, keeps_numeric=True)
+    def _joins(self, name: str, numeric: str) -> None:
+        self._service.target = TargetMachine(name, self._backend, TIMES, numeric=numeric)
         self._service.router.worker_joined(name, "target", self._now_s)
 
     def tell(self, action: Callable[[IngressMachine, float], None]) -> None:
@@ -69,10 +66,10 @@ class Line:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-async def answered(bench: Bench, of_next: Contract, outlives_contract: bool = False, **changes: Any) -> Response:
+async def answered(bench: Bench, of_next: str, **changes: Any) -> Response:
     """The answer of a service whose target dies in the middle of it."""
     tokens = RoutedTokens(bench.service.model_info())
-    line = Line(of_next, outlives_contract, tokens.deliver)
+    line = Line(of_next, tokens.deliver)
     tokens.connect(cast(LoopHost[IngressMachine], line), lambda: True)
     app = create_app(tokens, ApiSettings(), bench.tokenizer, Observer(CollectorRegistry()))
     asked = {"model": "demo", "prompt": [9, 8], "max_tokens": 12, "ignore_eos": True}
@@ -80,16 +77,16 @@ async def answered(bench: Bench, of_next: Contract, outlives_contract: bool = Fa
         return await client.post("/v1/completions", json=asked | changes)
 
 
-@pytest.mark.parametrize(("of_next", "outlives"), [(OWN, False), (OTHER, True)])
-async def test_it_goes_on_by_an_equal_contract_or_by_any_if_it_may(
-    bench: Bench, of_next: Contract, outlives: bool
+@pytest.mark.parametrize(("of_next", "changes"), [(OWN, {}), (OTHER, {"exactness": "fast"})])
+async def test_it_goes_on_with_an_equal_hash_or_with_any_if_it_asked_for_fast(
+    bench: Bench, of_next: str, changes: dict[str, Any]
 ) -> None:
-    answer = await answered(bench, of_next, outlives)
+    answer = await answered(bench, of_next, **changes)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 12
 
 
-async def test_where_no_other_keeps_its_contract_it_ends_with_numeric_contract(bench: Bench) -> None:
+async def test_it_ends_with_an_error_if_no_other_target_has_its_hash(bench: Bench) -> None:
     answer = await answered(bench, OTHER)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["message"]) == (503, "numeric_contract", NUMERIC_CONTRACT)

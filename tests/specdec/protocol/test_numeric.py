@@ -1,4 +1,4 @@
-"""Rule 17: a sequence that has begun by a numeric contract goes on by an equal one, or ends."""
+"""Rule 17: a strict sequence goes on only on a target whose logits have the same hash, or ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from specdec.core.messages import (
-    SEVERAL_CONTRACTS,
     Ack,
     Alive,
     Close,
@@ -33,12 +32,13 @@ def refusals(machine):
     return [message.why for message in machine.take_outbox().get("R", []) if isinstance(message, Resync)]
 
 
-def test_a_target_refuses_what_has_begun_by_another_contract_and_names_its_own():
-    for own, keeps, begun, expected in (
-        *(("a", True, "b", ["numeric"]), ("a", True, "a", []), ("a", True, "", [])),
-        *(("a", False, "b", []), ("", False, "b", []), ("", False, "", [])),
+def test_a_target_refuses_what_has_begun_with_another_hash_and_names_its_own():
+    for own, begun, expected in (
+        ("a", "b", ["numeric"]),
+        ("", "b", ["numeric"]),
+        *((own, own, []) for own in ("a", "")),
     ):
-        machine = TargetMachine("W", Oracle(), TIMES, numeric=own, keeps_numeric=keeps)
+        machine = TargetMachine("W", Oracle(), TIMES, numeric=own)
         machine.receive(replace(open_message(), numeric=begun), 0.0)
         assert refusals(machine) == expected
         if not expected:
@@ -57,7 +57,7 @@ def begun(numeric="a", **options):
     return machine
 
 
-def test_the_contract_goes_to_the_ingress_and_to_the_next_target():
+def test_the_hash_goes_to_the_ingress_and_to_the_next_target():
     machine = begun()
     (told,) = (message for message in machine.take_outbox()["I"] if isinstance(message, NewTokens))
     assert told.numeric == "a"
@@ -67,7 +67,7 @@ def test_the_contract_goes_to_the_ingress_and_to_the_next_target():
     assert (opened.numeric, opened.output) == ("a", (0, 1))
 
 
-def test_a_sequence_goes_past_those_of_another_contract():
+def test_a_sequence_passes_targets_with_another_hash():
     machine = begun()
     join(machine, "T2")
     machine.worker_lost("T0", 0.0)
@@ -82,7 +82,7 @@ def test_a_sequence_goes_past_those_of_another_contract():
     assert not any(isinstance(message, (End, Open)) for message in (*sent.get("I", ()), *sent.get(first, ())))
 
 
-def test_where_none_of_its_contract_is_left_it_ends():
+def test_a_sequence_ends_if_no_target_has_its_hash():
     machine = begun()
     machine.worker_lost("T0", 0.0)
     machine.step(0.0)
@@ -93,14 +93,14 @@ def test_where_none_of_its_contract_is_left_it_ends():
     assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
 
 
-def test_a_fast_request_goes_on_by_any_contract():
-    machine = TargetMachine("W", Oracle(), TIMES, numeric="a", keeps_numeric=True)
-    machine.receive(replace(open_message(keeps_numeric=False), numeric="b"), 0.0)
-    assert refusals(machine) == []
-    router = begun(keeps_numeric=True, spec=dataclasses.replace(SPEC, keeps_numeric=False))
+def test_a_fast_request_goes_on_with_any_hash():
+    router = begun(spec=dataclasses.replace(SPEC, keeps_numeric=False))
+    sent = router.take_outbox()
+    assert [message.numeric for message in sent["I"] if isinstance(message, NewTokens)] == [""]
     router.receive(Alive("T0", {"is_draining": 1.0}), 0.0)
     router.step(0.0)
-    assert any(isinstance(message, Open) for message in router.take_outbox()["T1"]), "it waits for no equal contract"
+    (opened,) = (message for message in router.take_outbox()["T1"] if isinstance(message, Open))
+    assert opened.numeric == "", "it waits for no equal hash, and no target refuses it"
 
 
 def draining(**options):
@@ -112,15 +112,14 @@ def draining(**options):
 
 
 def told(machine, worker, numeric):
-    """A target without sequences has told its contract."""
+    """A target without sequences has named its hash."""
     machine.receive(Alive(worker, numeric=numeric), 0.0)
     machine.step(2.0)
 
 
 @pytest.mark.parametrize("of_next", ["", "b"])
-@pytest.mark.parametrize("outlives", [False, True])
-def test_one_of_a_target_that_drains_is_finished_by_it_where_no_other_is_known_to_have_its_contract(of_next, outlives):
-    machine = draining(keeps_numeric=True, outlives_contract=outlives)
+def test_a_draining_target_finishes_a_strict_sequence_if_no_other_is_known_to_have_its_bits(of_next):
+    machine = draining()
     if of_next:
         told(machine, "T1", of_next)
     sent = machine.take_outbox()
@@ -132,8 +131,8 @@ def test_one_of_a_target_that_drains_is_finished_by_it_where_no_other_is_known_t
     assert machine.counters.num_handed_over == 0
 
 
-def test_one_of_a_target_that_drains_is_handed_to_another_of_its_contract():
-    machine = draining(keeps_numeric=True)
+def test_a_draining_target_hands_a_strict_sequence_to_one_with_its_hash():
+    machine = draining()
     submit(machine, "u")
     join(machine, "T2")  # it is loaded less than T1, and nothing is known of it
     told(machine, "T1", "a")
@@ -142,46 +141,20 @@ def test_one_of_a_target_that_drains_is_handed_to_another_of_its_contract():
     assert [message.numeric for message in sent["T1"] if isinstance(message, Open) and message.seq == "s"] == ["a"]
 
 
-def test_what_keeps_to_no_contract_is_handed_over_at_once():
-    sent = draining().take_outbox()
+def test_a_sequence_without_a_hash_is_handed_over_at_once():
+    sent = draining(numeric="").take_outbox()
     assert Close("s", Epoch(1, 0)) in sent["T0"]
     assert [message.seq for message in sent["T1"] if isinstance(message, Open)] == ["s"]
 
 
-def test_one_whose_draining_target_is_gone_before_its_end_ends_where_none_of_its_contract_is_left():
-    machine = draining(keeps_numeric=True)
+def test_a_sequence_whose_draining_target_is_gone_ends_if_no_target_has_its_hash():
+    machine = draining()
     machine.worker_lost("T0", 0.0)
     machine.step(0.0)
     machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "numeric"), 0.0)
     machine.step(1.0)
     (end,) = (message for message in machine.take_outbox()["I"] if isinstance(message, End))
     assert (end.finish, end.reason) == ("error", NUMERIC_CONTRACT)
-
-
-def test_where_the_contract_may_be_left_it_goes_on_and_says_so():
-    machine = begun(outlives_contract=True)
-    machine.worker_lost("T0", 0.0)
-    machine.step(0.0)
-    machine.take_outbox()
-    machine.receive(Resync("T1", "s", Epoch(1, 1), 0, "numeric"), 0.0)
-    machine.step(1.0)
-    machine.step(1.0)
-    sent = machine.take_outbox()
-    (opened,) = (message for message in sent["T1"] if isinstance(message, Open))
-    assert (opened.numeric, opened.output) == ("", (0, 1))
-    machine.receive(replace(verdict(2, (2,), n=opened.epoch.n), numeric="b"), 1.0)
-    (told,) = (message for message in machine.take_outbox()["I"] if isinstance(message, NewTokens))
-    assert told.numeric == SEVERAL_CONTRACTS
-
-
-def test_what_keeps_to_no_contract_says_that_several_have_decided():
-    machine = begun()
-    machine.worker_lost("T0", 0.0)
-    machine.step(0.0)
-    (opened,) = (message for message in machine.take_outbox()["T1"] if isinstance(message, Open))
-    machine.receive(replace(verdict(2, (2,), n=opened.epoch.n), numeric="b"), 0.0)
-    (told,) = (message for message in machine.take_outbox()["I"] if isinstance(message, NewTokens))
-    assert told.numeric == SEVERAL_CONTRACTS
 
 
 def test_it_is_named_until_something_is_acknowledged():
@@ -212,14 +185,14 @@ def test_it_waits_where_there_is_no_target_at_all():
     assert [message.numeric for message in machine.take_outbox()["T2"] if isinstance(message, Open)] == ["a"]
 
 
-def test_what_keeps_to_no_contract_goes_on_anywhere():
+def test_a_sequence_without_a_hash_goes_on_anywhere():
     machine = begun(numeric="")
     machine.worker_lost("T0", 0.0)
     machine.step(0.0)
     assert [message.numeric for message in machine.take_outbox()["T1"] if isinstance(message, Open)] == [""]
 
 
-def test_an_ingress_submits_again_with_the_contract():
+def test_an_ingress_submits_again_with_the_hash():
     machine = IngressMachine("I", TIMES)
     for name in ("R0", "R1"):
         machine.router_joined(name, 0.0)

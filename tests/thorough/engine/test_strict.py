@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -107,6 +111,21 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def test_where_logits_differ_the_hash_differs() -> None:
+    """By the number of threads and the instruction set, if they change bits on this machine."""
+    rows: list[dict[str, Any]] = []
+    for isa in ("DEFAULT", "SSE41"):
+        command = [sys.executable, "-m", "tests.thorough.engine.numeric_hashes", "1", "2", "4", "8"]
+        environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True)
+        rows += map(json.loads, done.stdout.splitlines())
+    by_hash: dict[str, set[str]] = {}
+    for row in rows:
+        by_hash.setdefault(row["named"], set()).add(row["logits"])
+    assert len(rows) == 16
+    assert all(len(logits) == 1 for logits in by_hash.values()), rows
+
+
 def test_log_probabilities_are_those_of_a_plain_forward() -> None:
     """Of tokens drafted among others, and of the same text read as a prompt: the same bits."""
     engine = make_engine()
@@ -119,7 +138,7 @@ def test_log_probabilities_are_those_of_a_plain_forward() -> None:
         assert whole.prompt_logprobs[len(prompt) :] == result.logprobs
 
 
-def test_any_engine_of_a_contract_gives_the_same_bits() -> None:
+def test_any_engine_with_the_same_hash_gives_the_same_bits() -> None:
     """With other drafts, threads, caches and neighbors."""
     with threads(1):
         first = make_engine()
