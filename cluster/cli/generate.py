@@ -41,7 +41,6 @@ CONFIG_KEYS = (
     "max_num_seqs",
     "num_speculative_tokens",
     "logits_processors",
-    "extensions",
     "log_level",
 )
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from cluster.config.base import M, StrictModel, refused_key
+from cluster.config.base import StrictModel, refused_key
 from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
 from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
@@ -19,7 +19,6 @@ from cluster.config.replicas import ActorOptions, Replicas, Updates
 from cluster.config.values import (
     Backend,
     DraftLength,
-    Extensions,
     ImportStrings,
     ReasoningTagsSetting,
     Switch,
@@ -274,10 +273,6 @@ class AppArgs(StrictModel):
         None,
         description="for benchmarks: package.module:name[:argument=value,...] that wraps or replaces a worker backend",
     )
-    extensions: Extensions = Field(
-        default_factory=dict,
-        description="keys of your own code, as {package.module:name: {key: value}}, checked by that StrictModel",
-    )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
     log_format: LogFormat = Field(
         "text", description="text, or json: an object a line; in a Serve configuration of one's own: logging_config"
@@ -350,15 +345,6 @@ class AppArgs(StrictModel):
         for section in ("actors", "replicas", "updates"):
             if "draft" in getattr(self, section).model_fields_set:
                 raise refused_key(key, f"{says} has no replicas of the draft: leave out {section}.draft")
-
-    def extension(self, model: type[M]) -> M:
-        """The keys of a section from outside the tree, or its defaults where the configuration has none of it.
-
-        Args:
-            model: The class that ``extensions`` names.
-        """
-        name = f"{model.__module__}:{model.__qualname__}"
-        return model.model_validate(self.extensions.get(name, {}))
 
     @property
     def is_plain_demo(self) -> bool:

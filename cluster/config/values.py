@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator
 
-from cluster.config.base import StrictModel, first_error
 from cluster.config.models import IMPORT_STRING
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 
@@ -32,34 +29,6 @@ def import_strings(value: Any) -> Any:
 
 
 ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
-
-
-def extension_sections(value: Any) -> Any:
-    """Read sections of keys from outside the tree, each under the import string of its model, and check them by that.
-
-    Raises:
-        ValueError: There is no such model, or it refuses a key or a value.
-    """
-    if not isinstance(value, Mapping):
-        raise ValueError("must hold sections of keys, each under the import string of its model")
-    sections = {}
-    for name, keys in value.items():
-        if not isinstance(name, str) or not IMPORT_STRING.fullmatch(name):
-            raise ValueError(f"{name}: must be the import string of a model, 'package.module:name'")
-        try:
-            model = pkgutil.resolve_name(name)
-        except Exception as error:  # the module's own code runs here, and may raise anything
-            raise ValueError(f"cannot import {name}: {type(error).__name__}: {error}") from None
-        if not isinstance(model, type) or not issubclass(model, StrictModel):
-            raise ValueError(f"{name} must be a subclass of cluster.config.base.StrictModel")
-        try:
-            sections[name] = model.model_validate(keys)
-        except ValidationError as error:
-            raise ValueError(f"{name}: {first_error(model, error)[1]}") from None
-    return sections
-
-
-Extensions = Annotated[dict[str, Any], BeforeValidator(extension_sections)]
 
 
 def backend(value: Any) -> Any:

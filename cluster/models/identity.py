@@ -70,7 +70,6 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
             "engine": _engine(args, model),
             "logits_processors": args.logits_processors,
             "backend": args.backend,
-            "extensions": args.model_dump(mode="json", include={"extensions"}),
         }
         | ({"strict": args.strict_tile_tokens} if args.exactness == "strict" and model is args.target else {})
     )

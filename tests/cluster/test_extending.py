@@ -51,22 +51,18 @@ def test_a_kernel_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("method", ["my_drafter:drafter", "counting"])
-def test_a_drafter_drafts_by_its_own_key(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_drafts_by_its_name(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by its import string, or by the name that one line of the registry gives it."""
     monkeypatch.setitem(TOKEN_DRAFTERS, "counting", "my_drafter:drafter")
-    code = example("drafting-method.md") + example("configuration-key.md")
-    (tmp_path / "my_drafter.py").write_text(code)
+    (tmp_path / "my_drafter.py").write_text(example("drafting-method.md"))
     monkeypatch.syspath_prepend(tmp_path)
-    keys = {"draft": {"method": method}, "extensions": {"my_drafter:Keys": {"ahead": 3}}}
-    args = AppArgs.model_validate(keys | {"num_speculative_tokens": 8})
+    args = AppArgs.model_validate({"draft": {"method": method}, "num_speculative_tokens": 3})
     machine = TargetMachine("T", Oracle(), TIMES, ngram=ngram_options(args))
     machine.receive(open_message(max_tokens=5), 0.0)
     for _ in range(2):
         machine.step(0.0)
     assert verdicts(machine)[-1].tokens == TRUE[:5]
     assert machine.metrics()["num_accepted_tokens_by_source/counting"] > 0
-    (section,) = args.extensions.values()
-    assert section.ahead == 3
 
 
 def test_a_drafters_tokens_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,6 @@ EXAMPLES = {
     "access.allowed_origins": "https://a.example, https://b.example:8443",
     "access.allow_unauthenticated_ray": True,
     "log_format": "json",
-    "extensions": {"cluster.config.app:Tracing": {"sampling_ratio": 0.5}},
     "lora.max_adapter_bytes": 1 << 20,
     "lora.load_timeout_s": 60,
     "lora.max_loras": 8,

@@ -1,20 +1,11 @@
-"""A module outside the tree, with keys of its own and a drafter from tokens."""
+"""A module outside the tree, with a drafter from tokens."""
 
 from pathlib import Path
 
 import pytest
 
 MODULE = '''
-from pydantic import Field
-
-from cluster.config.base import StrictModel
 from specdec.core.drafts import Draft
-
-
-class Keys(StrictModel):
-    """Its keys."""
-
-    ahead: int = Field(1, ge=1, le=8)
 
 
 class Counting:
@@ -35,8 +26,7 @@ class Counting:
 
 def drafter(args):
     """Makes the drafter of each sequence."""
-    ahead = args.extension(Keys).ahead
-    return lambda spec, most: Counting(min(ahead, most))
+    return lambda spec, most: Counting(min(3, most))
 '''
 
 

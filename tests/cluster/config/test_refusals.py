@@ -21,7 +21,6 @@ from cluster.launch.local import LocalService
 from cluster.models.sources import backend_of, backend_options, ngram_options
 from specdec.core.errors import InvalidParameterError
 
-KEYS, METHOD = "outside_specdec:Keys", "outside_specdec:drafter"
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 T, VLLM = {"target.model": "t"}, {"target.model": "t", "target.engine": "vllm"}
 OPENVINO = {"target.model": "t", "target.engine": "openvino"}
@@ -81,12 +80,6 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("draft.method", ["model", "grams"], METHODS),
     ("draft.method", "ngram+ngram", "each once"),
     ("draft.method", "ngram+my.module:drafter", "must name one drafter from tokens"),
-    ("extensions", {KEYS: {"ahead": 9}}, f"{KEYS}: ahead: must be a whole number, at least 1 and"),
-    ("extensions", {KEYS: {"aheda": 1}}, "unknown key 'aheda'; did you mean 'ahead'?"),
-    ("extensions", {METHOD: {}}, f"{METHOD} must be a subclass of cluster.config.base.StrictModel"),
-    ("extensions", {"nowhere_specdec:Keys": {}}, "cannot import nowhere_specdec:Keys: ModuleNotFoundError"),
-    ("extensions", {"keys": {}}, "keys: must be the import string of a model"),
-    ("extensions", ["keys"], "must hold sections of keys"),
 ]
 UNKNOWN = {
     "prot": "port",
