@@ -114,8 +114,6 @@ class ModelFindings:
         defaults: What it sets for requests that do not say: see :class:`specdec.core.params.GenerationDefaults`.
         remark: What of its generation config is not honoured, if there is anything.
         quantization: By which key, or by which method the checkpoint is; ``none`` for neither.
-        comparison: With the model unquantized: see
-            :class:`specdec.models.quantization_report.QuantizationReport`; None where no key quantizes it.
     """
 
     name: str
@@ -132,7 +130,6 @@ class ModelFindings:
     step_s: float
     notes: tuple[str, ...] = ()
     quantization: str = "none"
-    comparison: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -188,7 +185,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     else:
         target = _examined(source, args, args.target, shares[0], findings, progress)
         if target is not None:
-            findings.target = _findings(target, source, args, findings, progress)
+            findings.target = _findings(target, source)
     draft = draft_source(args)
     if draft is not None:
         _examine_draft(args, source, draft, shares[1], findings, progress)
@@ -213,7 +210,7 @@ def _examine_draft(
         source = replace(source, device="cuda:1")  # as it will have in the service
     built = _examined(source, args, args.draft, gpu_share, findings, progress)
     if built is not None:
-        findings.draft = _findings(built, source, args, findings, progress)
+        findings.draft = _findings(built, source)
         if findings.target is not None or findings.engine is not None:
             findings.pair = _examined_pair(findings, target, source, args)
 
@@ -268,11 +265,9 @@ def _examined_pair(findings: Findings, target: ModelSource, draft: ModelSource, 
         return None
 
 
-def _findings(
-    built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
-) -> ModelFindings:
+def _findings(built: Built, source: ModelSource) -> ModelFindings:
     from specdec.models.quantization import own_quantization
-    from specdec.models.quantization_report import median_step_s
+    from specdec.models.step_time import median_step_s
 
     own = own_quantization(built.loaded.model.config) or "none"
     return ModelFindings(
@@ -290,25 +285,7 @@ def _findings(
         remark=built.loaded.generation_defaults.remark(built.loaded.name),
         step_s=median_step_s(built.runner),
         quantization=own if source.quantization == "none" else source.quantization,
-        comparison=None if source.quantization == "none" else _comparison(built, source, args, findings, progress),
     )
-
-
-def _comparison(
-    built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
-) -> dict[str, Any] | None:
-    """A quantized model beside itself as it was; there must be room for both at once."""
-    from specdec.engine.build import BackendOptions, build_target
-    from specdec.models.quantization_report import NUM_TEXTS, NUM_TOKENS, compare
-
-    length = min(NUM_TOKENS, built.memory.max_model_len)
-    options = BackendOptions(length, max_num_seqs=NUM_TEXTS, skip_parity_check=True, measures_step=False)
-    try:
-        original = build_target(replace(source, quantization="none"), options, progress)[1]
-    except SpecdecError as error:
-        findings.remarks.append(f"{source.path} is not compared with itself unquantized: {error}")
-        return None
-    return asdict(compare(built.runner, original.runner))
 
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
@@ -437,19 +414,9 @@ def model_lines(role: str, model: ModelFindings, *, is_draft: bool = False) -> I
         yield _line("", f"{passed}: {error} over {admission['num_tokens']} tokens")
     if model.quantization != "none":
         yield _line("", f"quantized: {model.quantization}")
-    if model.comparison is not None:
-        yield _line("", comparison_line(memory["weights_bytes"], model.comparison))
     yield from (_line("", note) for note in model.notes)
     if model.remark is not None:
         yield _line("warning", model.remark)
-
-
-def comparison_line(weights_bytes: int, comparison: dict[str, Any]) -> str:
-    """A quantized model beside itself as it was."""
-    kl = f"KL {comparison['mean_kl']:.2g} nats in the mean and {comparison['max_kl']:.2g} at most"
-    same = f"the likeliest token is the same at {comparison['same_top']:.1%} of {comparison['num_tokens']} positions"
-    step = f"a step {1e3 * comparison['step_s']:.1f} ms for {1e3 * comparison['original_step_s']:.1f} ms"
-    return f"{mib(weights_bytes)} for {mib(comparison['original_bytes'])}, {step}; {kl}, {same}"
 
 
 def state_line(memory: dict[str, Any]) -> str:

@@ -18,9 +18,9 @@ from specdec.executor.runner import ModelRunner
 from specdec.models.loading import load_model
 from specdec.models.parity_check import check_admission
 from specdec.models.quantization import own_quantization
-from specdec.models.quantization_report import compare
 from tests.sizes import some
 from tests.specdec.engine.features import assert_texts_are_its_own, demo
+from tests.thorough.models.divergence import compare
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
 

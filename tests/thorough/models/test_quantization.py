@@ -36,10 +36,10 @@ from specdec.models.quantization import (
     pack_int8,
     stored_bytes,
 )
-from specdec.models.quantization_report import compare
 from tests.sizes import some
 from tests.specdec.models.families import randomize
 from tests.specdec.models.recurrent_families import make_recurrent
+from tests.thorough.models.divergence import compare
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
 torchao = pytest.importorskip("torchao.quantization")
@@ -75,7 +75,6 @@ def test_quantized_models_are_admitted_and_near_their_originals(role, quantizati
     assert 0 < found.mean_kl < {"int8": 3e-3, "fp8": 2e-2, "int4": 0.2}[quantization]
     assert found.mean_kl <= found.max_kl
     assert found.same_top > {"int8": 0.97, "fp8": 0.9, "int4": 0.8}[quantization]
-    assert found.original_bytes == plain.weights_bytes
     assert (runner.pool.num_in_use, found.num_tokens) == (0, 256)
 
 
