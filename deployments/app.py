@@ -20,7 +20,7 @@ from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.config.replicas import ReplicaRange, scaling
-from cluster.launch.capacity import check_memory, gpu_bytes_of, plan_updates, ray_nodes
+from cluster.launch.capacity import plan_updates, ray_nodes
 from cluster.launch.placement import ActorShare, placement_of, ray_devices, with_pair_placed
 from cluster.models.download import check_models
 from cluster.models.identity import fingerprints
@@ -63,7 +63,6 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     if is_local:
         args = with_pair_placed(args, devices)
     placement, nodes = placement_of(args, devices, can_grow=not is_local), ray_nodes()
-    check_memory(args, placement, nodes, gpu_bytes_of)
     parts: list[Part] = (
         ["target", "draft", "router", "ingress"] if args.has_own_draft else ["target", "router", "ingress"]
     )
@@ -123,7 +122,6 @@ def build_draft_pool(pool: DraftPoolArgs) -> Application:
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
     placement, nodes = placement_of(args, ray_devices(), has_target=False), ray_nodes()
-    check_memory(args, placement, nodes, gpu_bytes_of)
     updates = plan_updates(args.updates, args.replicas, placement, nodes, ["draft"])
     for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)

@@ -33,7 +33,15 @@ from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.executor.unsplit import no_unsplit_reason, use_unsplit_products
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
-from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, pair_shares, plan_memory, window_for
+from specdec.models.memory import (
+    NUM_BRANCH_SLOTS,
+    MemoryPlan,
+    StepMemory,
+    check_host_memory,
+    pair_shares,
+    plan_memory,
+    window_for,
+)
 from specdec.models.parity_check import (
     NUM_CHECKED_ROWS,
     NUM_CHECKED_TOKENS,
@@ -321,6 +329,7 @@ def _build(
     if is_openvino:
         options = replace(options, block_size=BLOCK_SIZE, executor="eager", measures_step=False)
         optional_version("openvino")
+    check_host_memory(source)
     loaded = load_model(source, progress)
     reason = "" if options.strict_tile_tokens is None else no_strict_reason(loaded)
     if options.strict_tile_tokens == 0:

@@ -248,7 +248,7 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     config = load_config(source)
     if source.engine == "openvino":  # which quantizes by itself
         source = replace(source, quantization="none", device="cpu" if source.device == "auto" else source.device)
-    device = _device(source.device)
+    device = choose_device(source.device)
     dtype = _dtype(source.dtype, device)
     place = "" if Path(source.path).expanduser().is_dir() else ", downloaded first where the cache lacks it"
     report(f"loading {source.path}{place}")
@@ -450,7 +450,8 @@ def _load_weights(
     return model
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Choose the device that a source's ``device`` names; raises ModelLoadError if it is not there."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:

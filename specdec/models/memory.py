@@ -18,7 +18,7 @@ from specdec.checkpoint.weight_files import local_folder, tensor_bytes, weight_f
 from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
 from specdec.executor.paged_cache import group_window
 from specdec.models.host_memory import host_memory
-from specdec.models.loading import LoadedModel, ModelSource, load_config
+from specdec.models.loading import LoadedModel, ModelSource, choose_device, load_config
 from specdec.models.probe import AttentionLayer
 
 _MIB = 1 << 20
@@ -381,6 +381,25 @@ def least_memory(source: ModelSource, *, on_gpu: bool) -> LeastMemory:
         if Path(source.path).expanduser().is_dir():
             raise
         return LeastMemory()  # the hub's cache may have a part of the files
+
+
+def check_host_memory(source: ModelSource) -> None:
+    """Refuse a model on a CPU whose weights do not fit into the memory that is free.
+
+    Without this check the kernel kills the process as it loads. A full GPU raises an error, so it is not looked at. The
+    bound is a lower one: a model that passes may still not fit.
+
+    Raises:
+        ModelLoadError: The weights do not fit, or a file cannot be read.
+    """
+    if isinstance(source.device_map, dict) or choose_device(source.device).type != "cpu":
+        return
+    needed, free = least_memory(source, on_gpu=False).weights_bytes, host_memory().free_bytes
+    if needed > free:
+        raise ModelLoadError(
+            f"the weights of {source.path} take {_mib(needed)} at least, and {_mib(free)} of memory are free: "
+            "give more memory, quantize the model, or take a smaller one"
+        )
 
 
 def pair_shares(target: ModelSource, draft: ModelSource, total_bytes: int, share: float = 1.0) -> tuple[float, float]:

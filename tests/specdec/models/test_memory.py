@@ -4,11 +4,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cluster.models.demos import demo_folder
 from specdec.cache.blocks import BlockPool
-from specdec.core.errors import InvalidParameterError, MemoryPlanError
+from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
+from specdec.engine.build import BackendOptions, build_target
 from specdec.executor.paged_cache import PagedCache
-from specdec.models.loading import LoadedModel
-from specdec.models.memory import BOUND_BYTES, StepMemory, cache_bytes_per_token, free_memory_bytes, plan_memory
+from specdec.models.host_memory import HostMemory
+from specdec.models.loading import LoadedModel, ModelSource
+from specdec.models.memory import (
+    BOUND_BYTES,
+    StepMemory,
+    cache_bytes_per_token,
+    check_host_memory,
+    free_memory_bytes,
+    least_memory,
+    plan_memory,
+)
 
 Models = Callable[[str], tuple[LoadedModel, object]]
 
@@ -91,3 +102,42 @@ def test_bad_options_are_named(models: Models, options: dict[str, float], parame
     with pytest.raises(InvalidParameterError, match=f"{parameter} must be in") as caught:
         plan_memory(models("llama")[0], **options)
     assert caught.value.parameter == parameter
+
+
+def test_the_bounds_are_what_a_loaded_model_takes() -> None:
+    source = ModelSource(str(demo_folder("target")), device="cpu")
+    least, memory = least_memory(source, on_gpu=False), build_target(source, BackendOptions())[1].memory
+    assert least.bytes_per_token == memory.bytes_per_token
+    assert 0.9 * memory.weights_bytes <= least.weights_bytes <= memory.weights_bytes
+    assert least.max_model_len == memory.max_model_len
+
+
+@pytest.mark.parametrize(("quantization", "num_bytes"), [("none", 4), ("int8", 1), ("int4", 0.5)])
+def test_the_bound_counts_quantized_weights(quantization: str, num_bytes: float) -> None:
+    source = ModelSource(str(demo_folder("target")), dtype="float32")
+    whole, held = (
+        least_memory(replace(source, quantization=name), on_gpu=True).weights_bytes for name in ("none", quantization)
+    )
+    assert held == whole * num_bytes / 4
+
+
+def test_nothing_is_known_of_files_that_are_elsewhere() -> None:
+    assert least_memory(ModelSource("nobody/nothing"), on_gpu=True).weights_bytes == 0
+
+
+def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, lines = ModelSource(str(demo_folder("target")), device="cpu"), list[str]()
+    needed = least_memory(source, on_gpu=False).weights_bytes
+    free = HostMemory(1 << 40, needed - 1)
+    monkeypatch.setattr("specdec.models.memory.host_memory", lambda: free)
+    with pytest.raises(ModelLoadError, match=r"take [\d.]+ MiB at least, and [\d.]+ MiB of memory are free: give more"):
+        build_target(source, BackendOptions(), lines.append)
+    assert not lines
+    free = HostMemory(1 << 40, needed)
+    check_host_memory(source)
+
+
+def test_a_gpu_refuses_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.models.memory.host_memory", lambda: HostMemory(1 << 40, 0))
+    monkeypatch.setattr("specdec.models.memory.choose_device", torch.device)
+    check_host_memory(ModelSource(str(demo_folder("target")), device="cuda"))
