@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -19,7 +20,6 @@ from deployments.http.request_context import RequestContext
 from deployments.http.service import ApiSettings, SequenceRequest, ServedModel, TokenService
 from deployments.http.store import Store
 from specdec.core.errors import ServiceUnavailableError
-from specdec.core.fair_threads import FairThreads
 from specdec.structured.compiler import Grammars
 from specdec.structured.parsing.selection import AnswerForms
 from specdec.text.detokenizer import TokenTexts
@@ -52,8 +52,7 @@ class Api:
         answers: How the model's answers are written.
         store: Keeps responses; None where the service keeps none.
         refresh: Learns of the adapters that other ingresses have loaded; None where none can be.
-        threads: Do what takes long, each API key's work in its turn.
-        caller: Name of the API key of the request that this is for; empty where none is asked for.
+        threads: Do what takes long.
     """
 
     service: TokenService
@@ -66,8 +65,7 @@ class Api:
     answers: AnswerForms
     store: Store | None = None
     refresh: Callable[[], Awaitable[None]] | None = None
-    threads: FairThreads = field(default_factory=lambda: FairThreads(_NUM_THREADS, "requests"))
-    caller: str = ""
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_NUM_THREADS, "requests"))
 
     def check_admin(self, context: RequestContext, act: str) -> None:
         """Let on who may administer, and log what is to be done.
@@ -128,12 +126,12 @@ class Api:
         context.stats.admitted_s = time.monotonic()
 
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
-        """Run tokenizing work, in a thread where the text is long, in the turn of the request's API key."""
+        """Run tokenizing work, in a thread where the text is long."""
         return work() if num_characters <= _QUICK_CHARACTERS else await self.beside_loop(work)
 
     async def beside_loop(self, work: Callable[[], _T]) -> _T:
-        """Run work in a thread, in the turn of the request's API key. Work that has not begun is dropped on cancel."""
-        return await asyncio.wrap_future(self.threads.submit(self.caller, work))
+        """Run work in a thread. Work that has not begun is dropped on cancel."""
+        return await asyncio.wrap_future(self.threads.submit(work))
 
     async def write(self, num_logprobs: int, work: Callable[[], _T], num_characters: int = 0) -> _T:
         """Run work that writes log probabilities, or text piece by piece, in a thread where they are many.
@@ -147,10 +145,9 @@ class Api:
 
 
 def api_of(request: Request) -> Api:
-    """The parts of the API, for one request."""
+    """The parts of the API."""
     api: Api = request.app.state.api
-    context: RequestContext = request.state.context
-    return replace(api, caller=context.stats.key)
+    return api
 
 
 # FastAPI runs what is no coroutine in another thread, and hand-overs wait where cores are busy.

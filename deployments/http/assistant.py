@@ -83,7 +83,7 @@ async def check_compiled(api: Api, asked: AskedGrammar, eos_token_ids: Tokens) -
         InvalidParameterError: It cannot be compiled; it names the field.
         ServiceUnavailableError: It cannot be tried now.
     """
-    with api.grammars.awaited(asked.grammar, eos_token_ids, api.caller) as compiled:
+    with api.grammars.awaited(asked.grammar, eos_token_ids) as compiled:
         try:
             await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
         except InvalidParameterError as error:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -15,7 +14,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from specdec.core.errors import InvalidParameterError, ServiceUnavailableError, reason_of
-from specdec.core.fair_threads import FairThreads
 from specdec.core.grammar import Grammar, check_length, llguidance_grammar
 from specdec.core.types import Tokens
 from specdec.structured.trial import takes_too_much
@@ -28,7 +26,6 @@ _MOST_MESSAGE_CHARACTERS = 500
 _STACK_BYTES = 32 << 20
 """Of the threads that compile: it stands whatever :mod:`specdec.structured.trial` lets through."""
 _NUM_THREADS = 3
-"""At most two of them for one key."""
 _LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 """Bounds on time and memory, to compile as well as to find a mask; the rest is llguidance's own."""
 
@@ -63,15 +60,13 @@ class Grammars:
         self._held = WeakValueDictionary[GrammarKey, Future[LLMatcher]]()
         self._awaited: Counter[GrammarKey] = Counter()
         self._lock = threading.Lock()
-        self._threads = FairThreads(_NUM_THREADS, "grammars", _STACK_BYTES)
+        self._threads = _compile_threads()
         if eos_token_ids:
             with suppress(ValueError):  # the tokenizer is not a fast one: whoever asks for a grammar gets an error
                 self._tokens(eos_token_ids)
 
-    def compiled(self, grammar: Grammar, eos_token_ids: Tokens, caller: str = "") -> Future[LLMatcher]:
+    def compiled(self, grammar: Grammar, eos_token_ids: Tokens) -> Future[LLMatcher]:
         """A matcher at the grammar's beginning, to be copied; it is queued now, or was before.
-
-        Callers take turns: one with many grammars delays another's by one of them.
 
         Its exception is an InvalidParameterError for ``grammar``, which says what is wrong with it; or a
         ServiceUnavailableError where it could not be tried, which says nothing of it and is not given again.
@@ -86,23 +81,19 @@ class Grammars:
         with self._lock:
             future = self._compiled.pop(key, None) or self._held.get(key)
             if future is None or was_not_tried(future):
-                future = self._threads.submit(caller, partial(self._compile, grammar, eos_token_ids))
+                future = self._threads.submit(self._compile, grammar, eos_token_ids)
             self._compiled[key] = self._held[key] = future
             while len(self._compiled) > _MOST_KEPT:
                 self._compiled.popitem(last=False)
         return future
 
     @contextmanager
-    def awaited(self, grammar: Grammar, eos_token_ids: Tokens, caller: str = "") -> Iterator[Future[LLMatcher]]:
-        """What :meth:`compiled` gives, for as long as somebody waits: what nobody waits for any more is not begun.
-
-        What another caller has asked for before is compiled in the turn of whichever comes first.
-        """
+    def awaited(self, grammar: Grammar, eos_token_ids: Tokens) -> Iterator[Future[LLMatcher]]:
+        """What :meth:`compiled` gives, for as long as somebody waits: what nobody waits for any more is not begun."""
         key = grammar, eos_token_ids
         with self._lock:
             self._awaited[key] += 1
-        future = self.compiled(grammar, eos_token_ids, caller)
-        self._threads.also_for(caller, future)
+        future = self.compiled(grammar, eos_token_ids)
         try:
             yield future
         finally:
@@ -156,6 +147,18 @@ class Grammars:
             made = from_tokenizer(self._tokenizer, n_vocab=self.vocab_size, eos_token=list(eos_token_ids))
             self._tokenizers[eos_token_ids] = made
         return made
+
+
+def _compile_threads() -> ThreadPoolExecutor:
+    """Start a pool's threads now, as new threads take the size of their stacks from a setting of the process."""
+    pool, together = ThreadPoolExecutor(_NUM_THREADS, "grammars"), threading.Barrier(_NUM_THREADS)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for begun in [pool.submit(together.wait) for _ in range(_NUM_THREADS)]:
+            begun.result()
+    finally:
+        threading.stack_size(before)
+    return pool
 
 
 def was_not_tried(future: Future[LLMatcher]) -> bool:

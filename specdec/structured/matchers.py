@@ -215,8 +215,7 @@ class Matchers:
         future = self._compiled.get(spec)
         if future is None or was_not_tried(future):
             assert spec.sampling.grammar is not None
-            caller = spec.cache_salt.partition(":")[0]  # whatever salt of its own the request asks for
-            started = self._grammars.compiled(spec.sampling.grammar, spec.eos_token_ids, caller)
+            started = self._grammars.compiled(spec.sampling.grammar, spec.eos_token_ids)
             future = self._compiled.put(spec, started)
         return future
 

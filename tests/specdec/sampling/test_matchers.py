@@ -7,9 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from types import FrameType
 
 import numpy as np
@@ -455,27 +453,6 @@ def test_the_grammars_of_live_sequences_are_kept_however_many_there_are(monkeypa
     del spec, specs
     gc.collect()
     assert len(matchers._compiled) == 0
-
-
-def test_one_callers_grammars_do_not_hold_up_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever salts a caller asks for, it has one queue."""
-    grammars, may_end, other_began = Grammars(TOKENIZER, V, EOS), Event(), Event()
-
-    def compile_slowly(grammar: Grammar, _eos_token_ids: Tokens) -> None:
-        if grammar.text == "b":
-            other_began.set()
-        else:
-            may_end.wait(60)
-
-    monkeypatch.setattr(grammars, "_compile", compile_slowly)
-    matchers = Matchers(grammars)
-    specs = [replace(spec_of(Grammar("regex", f"a{i}"), i), cache_salt=f"alice:salt {i}") for i in range(6)]
-    other = replace(spec_of(Grammar("regex", "b"), 9), cache_salt="bob:")
-    try:
-        assert not any(matchers.is_ready(spec) for spec in (*specs, other))
-        assert other_began.wait(10)
-    finally:
-        may_end.set()
 
 
 def test_each_grammar_is_compiled_once_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
