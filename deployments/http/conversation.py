@@ -100,8 +100,8 @@ def _turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             turn["name"] = name
         if message.tool_call_id is not None:
             turn["tool_call_id"] = message.tool_call_id
-        if message.reasoning_content is not None:
-            turn["reasoning_content"] = message.reasoning_content
+        if message.thought is not None:
+            turn |= {"reasoning_content": message.thought, "reasoning": message.thought}  # templates know either
         if message.tool_calls:
             turn["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
@@ -129,7 +129,7 @@ def _arguments(message: ChatMessage, place: int) -> list[dict[str, Any]]:
 
 def _length(message: ChatMessage) -> int:
     calls = message.tool_calls or ()
-    return len(message.text) + len(message.reasoning_content or "") + sum(len(c.function.arguments) for c in calls)
+    return len(message.text) + len(message.thought or "") + sum(len(c.function.arguments) for c in calls)
 
 
 def _num_characters(variables: Mapping[str, Any]) -> int:

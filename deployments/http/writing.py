@@ -15,6 +15,9 @@ from specdec.structured.parsing.calls import AnswerEvent, AnswerParser, ContentD
 
 Json = dict[str, Any]
 
+_REASONING = ("reasoning_content", "reasoning")
+"""Names of a message's reasoning: DeepSeek's, which older clients read, and vLLM's of today."""
+
 
 @dataclass(slots=True)
 class ToolCall:
@@ -76,7 +79,7 @@ class AssistantMessage:
         content = None if self.calls and not self._content else self.content
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
-            message["reasoning_content"] = self.reasoning
+            message |= dict.fromkeys(_REASONING, self.reasoning)
         if self.calls:
             message["tool_calls"] = [_call(call) for call in self.calls]
         return message
@@ -90,7 +93,8 @@ class AssistantMessage:
                 case ContentDelta():
                     delta["content"] = delta.get("content", "") + event.text
                 case ReasoningDelta():
-                    delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+                    thought = delta.get(_REASONING[0], "") + event.text
+                    delta |= dict.fromkeys(_REASONING, thought)
                 case ToolCallDelta():
                     if event.index not in calls:
                         calls[event.index] = {"index": event.index, "function": {"arguments": ""}}

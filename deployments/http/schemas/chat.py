@@ -153,7 +153,8 @@ class ChatMessage(Body):
     Attributes:
         tool_calls: What the assistant called.
         tool_call_id: Of the call that a tool's message answers.
-        reasoning_content: What the assistant thought, for templates that show it again.
+        reasoning: What the assistant thought, for templates that show it again.
+        reasoning_content: Another name of ``reasoning``.
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_MESSAGES
@@ -164,6 +165,7 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: Calls | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
@@ -181,7 +183,16 @@ class ChatMessage(Body):
             )
         if self.content is None and self.role != "assistant":  # an assistant that says nothing sends null
             raise PydanticCustomError("no_content", "a message of this role has content", {"field": "content"})
+        if self.reasoning and self.reasoning_content and self.reasoning != self.reasoning_content:
+            raise PydanticCustomError(
+                "two_reasonings", "reasoning and reasoning_content differ; send one of them", {"field": "reasoning"}
+            )
         return self
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning by either of its names."""
+        return self.reasoning or self.reasoning_content
 
     @property
     def text(self) -> str:

@@ -110,7 +110,7 @@ REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
     "audio": (),
 }
-IGNORED_IN_MESSAGES = frozenset({"annotations", "reasoning", "parsed"})
+IGNORED_IN_MESSAGES = frozenset({"annotations", "parsed"})
 """``parsed``, here and elsewhere, is what the official client's helpers have added to the answer that is sent back."""
 
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {

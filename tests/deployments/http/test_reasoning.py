@@ -80,11 +80,13 @@ async def test_reasoning_is_no_content(
         content = str(bench.tokenizer.decode(bench.tokenizer.encode(text), skip_special_tokens=True))
     message = (await post(http, chat_template=template))["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    assert message.get("reasoning") == reasoning
     answer = await http.post("/v1/chat/completions", json=BODY | {"chat_template": template, "stream": True, "n": 2})
     chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
     for index in range(2):
         deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
-        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+        for name in ("reasoning", "reasoning_content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == (reasoning or "")
         assert "".join(delta.get("content") or "" for delta in deltas) == content
         told = [next(iter(delta)) for delta in deltas[1:] if delta]
         assert told == sorted(told, reverse=True), "reasoning comes first"
@@ -108,7 +110,7 @@ async def test_reasoning_can_be_left_out(bench: Bench, http: httpx2.AsyncClient)
     template = BEGUN + "{# <tool_call> tools #}"
     answer = await post(http, chat_template=template, include_reasoning=False, tools=[TOOL])
     message = answer["choices"][0]["message"]
-    assert "reasoning_content" not in message
+    assert not {"reasoning", "reasoning_content"} & set(message)
     assert message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
@@ -153,10 +155,20 @@ async def test_the_template_is_told_of_the_effort(bench: Bench, http: httpx2.Asy
 
 
 async def test_earlier_reasoning_reaches_the_template(bench: Bench, http: httpx2.AsyncClient) -> None:
+    """By either of its names, or by both, as answers have it."""
     think(bench, "ok")
-    turns = [*ASK, {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}, *ASK]
-    await post(http, messages=turns, chat_template="{{ messages[1].reasoning_content }}")
-    assert prompt_of(bench) == "Hm."
+    said = {"role": "assistant", "content": "So."}
+    names = ("reasoning", "reasoning_content")
+    for sent in ((names[0],), (names[1],), names):
+        turns = [*ASK, said | dict.fromkeys(sent, "Hm."), *ASK]
+        for read in names:
+            await post(http, messages=turns, chat_template=f"{{{{ messages[1].{read} }}}}")
+            assert prompt_of(bench) == "Hm."
+    turns = [*ASK, said | {"reasoning": "Hm.", "reasoning_content": "Oh."}]
+    answer = await http.post("/v1/chat/completions", json=BODY | {"messages": turns})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages[1].reasoning")
+    assert "differ" in error["message"]
 
 
 async def test_a_grammar_begins_where_the_reasoning_ends(bench: Bench, http: httpx2.AsyncClient) -> None:
