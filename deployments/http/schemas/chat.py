@@ -155,6 +155,7 @@ class ChatMessage(Body):
         tool_call_id: Of the call that a tool's message answers.
         reasoning: What the assistant thought, for templates that show it again.
         reasoning_content: Another name of ``reasoning``.
+        refusal: What an assistant said in place of an answer.
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_MESSAGES
@@ -167,6 +168,7 @@ class ChatMessage(Body):
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -174,6 +176,10 @@ class ChatMessage(Body):
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError(
                 "of_assistant", "only messages of the assistant have tool_calls", {"field": "tool_calls"}
+            )
+        if self.refusal and self.role != "assistant":
+            raise PydanticCustomError(
+                "of_assistant", "only messages of the assistant have a refusal", {"field": "refusal"}
             )
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("no_call_id", "a message of a tool has a tool_call_id", {"field": "tool_call_id"})
@@ -196,10 +202,10 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """The content as one string."""
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """The content as one string, and after it the refusal: a template knows it as what the assistant said."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        text = "\n".join(parts)
+        return f"{text}\n{self.refusal}" if text and self.refusal else text or self.refusal or ""
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

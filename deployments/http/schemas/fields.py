@@ -107,7 +107,6 @@ IGNORED: frozenset[str] = frozenset(
 
 REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "function_call": (),
-    "refusal": ("",),
     "audio": (),
 }
 IGNORED_IN_MESSAGES = frozenset({"annotations", "parsed"})

@@ -76,6 +76,19 @@ async def test_content_in_parts_and_every_role(bench: Bench, client: AsyncOpenAI
     assert prompt_of(bench) == "<|endoftext|># Be brief.\n# One.\n# Two.\nx = 1\n\n\n"
 
 
+async def test_a_turn_that_was_refused(bench: Bench, client: AsyncOpenAI) -> None:
+    bench.says("ok")
+    for fields, said in (
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "", "refusal": "No."}, "No."),
+        ({"content": "Sum.", "refusal": "No."}, "Sum.\nNo."),
+        ({"content": [{"type": "text", "text": "Sum."}], "refusal": ""}, "Sum."),
+    ):
+        turns: list[Any] = [{"role": "user", "content": "Add."}, {"role": "assistant"} | fields]
+        await ask(client, messages=turns, extra_body={"chat_template": "{{ messages[1].content }}"})
+        assert prompt_of(bench) == said
+
+
 async def test_a_template_of_the_request(bench: Bench, client: AsyncOpenAI) -> None:
     bench.says("ok")
     template = {"chat_template": "{{ mood }}: {{ messages[0].content }}", "chat_template_kwargs": {"mood": "calm"}}

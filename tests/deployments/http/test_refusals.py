@@ -104,6 +104,8 @@ IN_MESSAGES: list[tuple[Any, str]] = [
     ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
     ({"role": "user", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
     ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+    ({"role": "user", "content": "x", "refusal": "No."}, "messages[0].refusal"),
+    ({"role": "assistant", "content": None, "refusal": 1}, "messages[0].refusal"),
     ({"role": "tool", "content": None, "tool_call_id": "1"}, "messages[0].content"),
     ({"role": "system", "content": None}, "messages[0].content"),
     ({"role": "assistant", "tool_calls": [CALL] * 129}, "messages[0].tool_calls"),
