@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from deployments.http.api import Api
 from deployments.http.conversation import template_of, written_tool
-from deployments.http.schemas.chat import ChatBody, NamedChoice
+from deployments.http.schemas.chat import ChatBody
 from deployments.http.schemas.common import GenerationBody
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.core.grammar import Grammar, GrammarKind
@@ -234,17 +234,13 @@ class Assistant:
 
     def _callable_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
-        choice = self._body.tool_choice
-        chosen = choice.function.name if isinstance(choice, NamedChoice) else None
-        specs = [] if self._body.choice == "none" else [tool.function for tool in self._body.tools or ()]
         return [
             Tool(
                 spec.name,
                 _NOTHING if spec.parameters is None else {"type": "object"} | spec.parameters,
                 bool(spec.strict),
             )
-            for spec in specs
-            if chosen is None or spec.name == chosen
+            for spec in (tool.function for tool in self._body.callable_tools)
         ]
 
     def _check_form(self) -> None:
@@ -257,6 +253,11 @@ class Assistant:
             )
             raise UnsupportedParameterError(
                 "tools", f"tools: {reason}; only tool_choice required, or one that names a function, is supported"
+            )
+        if self._tools and self._is_free and form.calls is None and len(self._tools) < len(self._body.tools or ()):
+            raise UnsupportedParameterError(
+                "tool_choice",
+                "tool_choice: allowed_tools is not supported: it is not known how this model writes calls",
             )
         strict = next((i for i, tool in enumerate(self._tools) if tool.is_strict), None)
         if strict is not None and self._is_free and form.calls is None:

@@ -18,6 +18,8 @@ from deployments.http.errors import ApiError
 from deployments.http.request_context import RequestContext
 from deployments.http.schemas.chat import (
     MOST_CALLS,
+    AllowedChoice,
+    AllowedTools,
     CalledFunction,
     CallSpec,
     ChatBody,
@@ -30,6 +32,7 @@ from deployments.http.schemas.chat import (
 )
 from deployments.http.schemas.common import SamplingBody
 from deployments.http.schemas.responses import (
+    AllowedFunctions,
     CallItem,
     FunctionChoice,
     FunctionTool,
@@ -189,10 +192,18 @@ def _tool(tool: FunctionTool) -> ToolSpec:
     return ToolSpec(type="function", function=function)
 
 
-def _tool_choice(choice: ResponsesToolChoice | None) -> NamedChoice | str | None:
-    if isinstance(choice, FunctionChoice):
-        return NamedChoice(type="function", function=ChosenFunction(name=choice.name))
+def _tool_choice(choice: ResponsesToolChoice | None) -> NamedChoice | AllowedChoice | str | None:
+    match choice:
+        case FunctionChoice():
+            return _named(choice)
+        case AllowedFunctions():
+            allowed = AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+            return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
     return choice
+
+
+def _named(choice: FunctionChoice) -> NamedChoice:
+    return NamedChoice(type="function", function=ChosenFunction(name=choice.name))
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from deployments.http.formats import chat_entries
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
 from deployments.http.responses.items import StoredConversation
-from deployments.http.schemas.responses import FunctionChoice, ResponsesBody
+from deployments.http.schemas.fields import Body
+from deployments.http.schemas.responses import ResponsesBody
 from deployments.http.tally import answer_metrics
 from deployments.http.writing import AssistantMessage, Event, Json, WrittenList
 from specdec.core.types import Finish
@@ -434,4 +435,4 @@ def _text_format(body: ResponsesBody) -> Json:
 
 def _tool_choice(body: ResponsesBody) -> Json | str:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto"
+    return choice.model_dump() if isinstance(choice, Body) else choice or "auto"

@@ -73,12 +73,35 @@ class NamedChoice(Body):
     function: ChosenFunction
 
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(Body):
+    """A choice among some of the tools: the prompt tells of all, so that it stays the same from turn to turn."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def kind_of_choice(choice: Any) -> str | None:
+    """The kind of a choice among tools: by its name, of one function, or ``<allowed>``; None for all else."""
+    is_allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+    return "<allowed>" if is_allowed else kind_of(choice)
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedChoice, Tag("dict")]
+    | Annotated[AllowedChoice, Tag("<allowed>")],
     Discriminator(
-        kind_of,
+        kind_of_choice,
         custom_error_type="choice_type",
-        custom_error_message='must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+        custom_error_message='must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
     ),
 ]
 
@@ -314,21 +337,45 @@ class ChatBody(ConversationBody, GenerationBody):
         """
         if not self.tools and self.tool_choice not in (None, "none"):
             raise InvalidParameterError("tool_choice", "tool_choice needs tools")
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
-        if name is not None and name not in [tool.function.name for tool in self.tools or ()]:
-            raise InvalidParameterError("tool_choice", f"tool_choice names {name!r}, which is none of the tools")
+        names = {tool.function.name for tool in self.tools or ()}
+        other = next((name for name in self._chosen_names or () if name not in names), None)
+        if other is not None:
+            raise InvalidParameterError("tool_choice", f"tool_choice names {other!r}, which is none of the tools")
+        is_required = isinstance(self.tool_choice, AllowedChoice) and self.tool_choice.allowed_tools.mode == "required"
+        if is_required and not self.callable_tools:
+            raise InvalidParameterError("tool_choice", "tool_choice requires a call, and allows none of the tools")
+
+    @property
+    def _chosen_names(self) -> list[str] | None:
+        """The functions that ``tool_choice`` names, if it names some."""
+        match self.tool_choice:
+            case NamedChoice() as choice:
+                return [choice.function.name]
+            case AllowedChoice() as choice:
+                return [tool.function.name for tool in choice.allowed_tools.tools]
+        return None
+
+    @property
+    def callable_tools(self) -> list[ToolSpec]:
+        """The tools that the answer may call."""
+        names = [] if self.tool_choice == "none" else self._chosen_names
+        return [tool for tool in self.tools or () if names is None or tool.function.name in names]
 
     @property
     def choice(self) -> Literal["none", "auto", "required", "named"]:
-        """What is chosen of the tools."""
-        if isinstance(self.tool_choice, NamedChoice):
-            return "named"
-        return (self.tool_choice or "auto") if self.tools else "none"
+        """What is chosen of the tools that may be called."""
+        match self.tool_choice:
+            case NamedChoice():
+                return "named"
+            case AllowedChoice() as choice:
+                return choice.allowed_tools.mode if self.callable_tools else "none"
+            case choice:
+                return (choice or "auto") if self.tools else "none"
 
     @property
     def shown_tools(self) -> list[ToolSpec]:
-        """The tools that the prompt tells of: none where none may be called."""
-        return [] if self.choice == "none" else self.tools or []
+        """The tools that the prompt tells of: none under ``tool_choice: none``."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def output_limit(self) -> int | None:

@@ -12,7 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from deployments.http.schemas.chat import MOST_TOOLS, Effort, FunctionName, IsFunction, TemplatedBody, check_different
+from deployments.http.schemas.chat import (
+    MOST_TOOLS,
+    Effort,
+    FunctionName,
+    IsFunction,
+    TemplatedBody,
+    check_different,
+    kind_of_choice,
+)
 from deployments.http.schemas.common import SamplingBody
 from deployments.http.schemas.fields import (
     IGNORED_IN_RESPONSES,
@@ -199,12 +207,23 @@ class FunctionChoice(Body):
     name: FunctionName
 
 
+class AllowedFunctions(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+
 ResponsesToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[FunctionChoice, Tag("dict")],
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[FunctionChoice, Tag("dict")]
+    | Annotated[AllowedFunctions, Tag("<allowed>")],
     Discriminator(
-        kind_of,
+        kind_of_choice,
         custom_error_type="choice_type",
-        custom_error_message='must be "none", "auto", "required" or {"type": "function", "name": ...}',
+        custom_error_message='must be "none", "auto", "required", {"type": "function", "name": ...} '
+        'or {"type": "allowed_tools", "mode": ..., "tools": [...]}',
     ),
 ]
 

@@ -203,8 +203,7 @@ CHATS: dict[str, Sent] = {
     ),
     "openai: a choice among no tools": Sent({"tool_choice": "required"}, "tool_choice"),
     "openai: allowed tools": Sent(
-        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-        "tool_choice.type",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}
     ),
     "openai: a tool of another kind": Sent({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     "openai: functions": Sent({"functions": [TOOL["function"]]}, "functions"),

@@ -32,6 +32,13 @@ A, B = '{"city": "Rome", "days": 3}', "{}"
 CALL_A = f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>'
 CALL_B = f'<tool_call>\n{{"name": "now", "arguments": {B}}}\n</tool_call>'
 NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
 HERMES_LIKE = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools: <tool_call> #}"
 LLAMA_LIKE = '{% for m in messages %}{{ m.content }}{% endfor %}{# tools: {"name": ..., "parameters": dictionary} #}'
 NO_TOOLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -80,6 +87,18 @@ async def test_the_prompt_tells_of_tools_unless_none_may_be_called(bench: Bench,
     )
     answer = await post(http, tool_choice="none")
     assert prompt_of(bench) == "<|endoftext|># What weather?\n"
+    assert answer["choices"][0]["message"]["content"] == CALL_A
+    assert bench.service.opened[-1].spec.sampling.grammar is None
+
+
+async def test_the_prompt_tells_of_tools_that_are_not_allowed(bench: Bench, http: httpx2.AsyncClient) -> None:
+    """So the prefix of a conversation stays the same while what may be called changes."""
+    bench.says(CALL_A)
+    await post(http)
+    prompt = prompt_of(bench)
+    for choice in (allowed("auto", "now"), allowed("required", "weather"), allowed("auto")):
+        answer = await post(http, **choice)
+        assert prompt_of(bench) == prompt
     assert answer["choices"][0]["message"]["content"] == CALL_A
     assert bench.service.opened[-1].spec.sampling.grammar is None
 
@@ -203,6 +222,13 @@ MASKS: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["text", f"x{CALL_A}", CALL_A.replace("weather", "other")],
     ),
     ({"tool_choice": "none", "response_format": {"type": "json_object"}}, ["{}"], [CALL_A]),
+    (allowed("required", "weather", "clock"), [CALL_A, f"{CALL_CLOCK}\n{CALL_A}"], ["", "text", CALL_B, WRONG_A]),
+    (allowed("auto", "weather"), ["", "text", CALL_A, WRONG_A, f"{CALL_A}\n{CALL_A}"], [CALL_B, CALL_CLOCK]),
+    (
+        {"chat_template": LLAMA_LIKE} | allowed("auto", "now"),
+        ["text", '{"name": "now", "parameters": {}}'],
+        [f'{{"name": "weather", "parameters": {A}}}'],
+    ),
     (
         {"chat_template": LLAMA_LIKE},
         ["", "text {", f'{{"name": "weather", "parameters": {A}}}'],
@@ -243,6 +269,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": []} | {"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": None} | {"tool_choice": NAMED}, "tool_choice", "needs tools"),
     ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "'weather'"),
+    ({"tools": None} | allowed("auto"), "tool_choice", "needs tools"),
+    ({"tools": [NOW]} | allowed("auto", "now", "weather"), "tool_choice", "'weather'"),
+    (allowed("required"), "tool_choice", "allows none"),
+    (allowed("none", "now"), "tool_choice.allowed_tools.mode", "'auto'"),
+    (allowed("auto", *["now"] * 129), "tool_choice.allowed_tools.tools", "128"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "required"),
     ({"tool_choice": "any"}, "tool_choice", "required"),
     ({"tool_choice": 1}, "tool_choice", "required"),
     ({"tools": [NOW, UNKNOWN], "tool_choice": "required"}, "tools[1].function.parameters", "uniqueItems"),
@@ -347,6 +379,8 @@ async def test_a_tokenizer_with_a_response_template(tokenizer: PreTrainedTokeniz
         strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
         answer = await http.post("/v1/chat/completions", json=BODY | {"tools": [strict]})
         assert answer.json()["error"]["param"] == "tools[0].function.strict"
+        answer = await http.post("/v1/chat/completions", json=BODY | allowed("auto", "now"))
+        assert answer.json()["error"]["param"] == "tool_choice"
         asked = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
         answer = await http.post("/v1/chat/completions", json=BODY | asked)
         assert answer.json()["error"]["param"] == "response_format"

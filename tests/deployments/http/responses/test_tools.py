@@ -150,18 +150,25 @@ async def test_what_was_asked_for_is_sent_back(bench: Bench, http: httpx2.AsyncC
     assert (response["tool_choice"], response["parallel_tool_calls"]) == (NAMED, False)
     for shown, sent in zip(response["tools"], FLAT, strict=True):
         assert {name: value for name, value in shown.items() if value is not None} == sent
+    assert (await whole(http, **ASK, tool_choice=ALLOWED))["tool_choice"] == ALLOWED
     response = await whole(http)
     assert (response["tools"], response["tool_choice"], response["parallel_tool_calls"]) == ([], "auto", True)
     response = await whole(http, reasoning={"effort": "high"}, chat_template=EFFORTS)
     assert response["reasoning"] == {"effort": "high", "summary": None}
 
 
+OF_CHAT = {"type": "function", "function": {"name": "weather"}}
+ALLOWED: dict[str, Any] = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"tool_choice": "none"}, {"tool_choice": "none"}),
     ({"tool_choice": "required"}, {"tool_choice": "required"}),
     ({"tool_choice": "required", "parallel_tool_calls": False},) * 2,
-    ({"tool_choice": NAMED}, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    ({"tool_choice": NAMED}, {"tool_choice": OF_CHAT}),
+    (
+        {"tool_choice": ALLOWED},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [OF_CHAT]}}},
+    ),
     ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
     ({"reasoning": {"effort": "low"}, "chat_template": EFFORTS + "<tool_call> tools"},) * 2,
     ({"chat_template": THINKS, "tool_choice": "required"},) * 2,
@@ -205,7 +212,8 @@ async def test_a_conversation_is_that_of_chat(bench: Bench, http: httpx2.AsyncCl
         }
         for call in calls
     ]
-    assistant = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": written}
+    thought = dict.fromkeys(("reasoning_content", "reasoning"), "Hm.")
+    assistant = {"role": "assistant", "content": "I look.", "tool_calls": written} | thought
     tools = [
         {"role": "tool", "content": f"{i}.", "name": call.name, "tool_call_id": call.call_id}
         for i, call in enumerate(calls)
@@ -280,7 +288,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [FLAT[2]], "tool_choice": NAMED}, "tool_choice", "'weather'"),
     ({"tool_choice": "any"}, "tool_choice", "required"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "'web_search'"),
-    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", "allowed_tools"),
+    ({"tools": [FLAT[2]], "tool_choice": ALLOWED}, "tool_choice", "'weather'"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}}, "tool_choice", "allows none"),
+    ({"tool_choice": ALLOWED | {"tools": [{"type": "mcp"}]}}, "tool_choice.tools[0].type", "'mcp'"),
     (
         {"tools": [{"type": "function", "name": "f", "parameters": UNKNOWN_SCHEMA}], "tool_choice": "required"},
         "tools[0].parameters",
