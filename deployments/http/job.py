@@ -317,7 +317,7 @@ def sampling_params(
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=tuple((body.logit_bias or {}).items()),
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        allowed_token_ids=NO_TOKENS if body.allowed_token_ids is None else body.allowed_token_ids,
         bad_words=bad_words,
         min_tokens=_or(body.min_tokens, 0),
         temperature=_or(body.temperature, defaults.temperature),

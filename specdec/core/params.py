@@ -34,7 +34,7 @@ class SamplingParams:
         presence_penalty: Subtracted once from the logits of tokens in the output; 0 is off.
         frequency_penalty: Subtracted per occurrence from the logits of tokens in the output; 0 is off.
         logit_bias: Pairs (token id, bias) added to the logits; at most 1,024 from a user.
-        allowed_token_ids: The only tokens that may be chosen; none names all.
+        allowed_token_ids: The only tokens that may be chosen; none names all. A user may give a list.
         bad_words: Runs of tokens that the output must not hold: what would complete one, after output tokens that
             begin it, is not chosen, unless nothing else is left.
         min_tokens: Number of output tokens before which no end-of-sequence or stop token may be chosen.
@@ -54,7 +54,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: SharedTokens = NO_TOKENS
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     temperature: float = 1.0

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_args
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import Grammar, GrammarKind
 from specdec.core.params import LEAST_TEMPERATURE, SamplingParams
+from specdec.core.tokens import SharedTokens
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
@@ -18,6 +19,8 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_NUM_LOGIT_BIASES = 1024
 """Each is added to each row in each step. OpenAI takes some 300."""
+MAX_NUM_STOP_TOKENS = 1024
+"""Each is compared with each token of a sequence. Models have some ten."""
 MAX_LOGPROBS = 20
 MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
@@ -66,14 +69,14 @@ def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[i
         presence_penalty=_number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         frequency_penalty=_number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(params.logit_bias, vocab_size),
-        allowed_token_ids=_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size),
+        allowed_token_ids=_allowed(params.allowed_token_ids, vocab_size),
         bad_words=_bad_words(params.bad_words, vocab_size),
         min_tokens=_integer("min_tokens", params.min_tokens, 0, _MAX_COUNT),
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=max(top_k, 0),
         top_p=_top_p(params.top_p),
         min_p=_number("min_p", params.min_p, 0, 1),
-        stop_token_ids=_token_ids("stop_token_ids", params.stop_token_ids, vocab_size),
+        stop_token_ids=_stop_tokens(params.stop_token_ids, vocab_size),
         ignore_eos=_flag("ignore_eos", params.ignore_eos),
         logprobs=_optional_integer("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
         prompt_logprobs=_optional_integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
@@ -199,6 +202,25 @@ def _token_ids(parameter: str, values: object, vocab_size: int) -> tuple[int, ..
         if not _is_token(value, vocab_size):
             _refuse(parameter, allowed, value)
     return tuple(values)
+
+
+def _stop_tokens(values: object, vocab_size: int) -> tuple[int, ...]:
+    if isinstance(values, (list, tuple)) and len(values) > MAX_NUM_STOP_TOKENS:
+        _refuse("stop_token_ids", f"at most {MAX_NUM_STOP_TOKENS} token ids", len(values))
+    tokens = _token_ids("stop_token_ids", values, vocab_size)
+    if len(set(tokens)) < len(tokens):
+        _refuse("stop_token_ids", "token ids that differ", values)
+    return tokens
+
+
+def _allowed(values: object, vocab_size: int) -> SharedTokens:
+    if isinstance(values, (list, tuple, SharedTokens)) and len(values) > vocab_size:
+        _refuse("allowed_token_ids", f"at most {vocab_size} token ids, as many as there are", len(values))
+    if not isinstance(values, SharedTokens):
+        return SharedTokens(_token_ids("allowed_token_ids", values, vocab_size))
+    if not all(0 <= token < vocab_size for token in (values.tokens.min(initial=0), values.tokens.max(initial=0))):
+        _token_ids("allowed_token_ids", list(values), vocab_size)
+    return values
 
 
 def _bad_words(words: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.slots import SequenceState, Window
 from specdec.core.errors import ModelLoadError, RecordedStepsError
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.core.tokens import TokenBuffer
+from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.head_chains import HeadChains
 from specdec.drafting.heads import DraftHeads
@@ -45,7 +45,7 @@ _WAYS: tuple[tuple[Mapping[str, Any], ...], ...] = (
     ({}, {"temperature": 1.0}),
     ({}, {"top_p": 0.9}),
     ({}, {"frequency_penalty": 0.1}),
-    ({}, {"allowed_token_ids": (0,)}),  # a mask, as grammars have
+    ({}, {"allowed_token_ids": SharedTokens((0,))}),  # a mask, as grammars have
     ({}, {"logprobs": 1}),
 )
 """What kernels leave out where nobody in a step uses it: they are compiled with each of them and without."""

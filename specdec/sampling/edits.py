@@ -203,7 +203,7 @@ class Editor:
             if params.allowed_token_ids:
                 mask = self._allowed.get(params)
                 if mask is None:
-                    bits = torch.from_numpy(bits_of(params.allowed_token_ids, self._vocab_size))
+                    bits = torch.from_numpy(bits_of(params.allowed_token_ids.tokens, self._vocab_size))
                     mask = self._allowed.put(params, bits.unsqueeze(0))
                 masks.append(mask)
                 allowed[number] = num_masks

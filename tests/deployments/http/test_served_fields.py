@@ -43,7 +43,9 @@ async def text_of(http: httpx2.AsyncClient, **fields: Any) -> str:
 
 async def test_bans_reach_the_sequence_as_tokens(bench: Bench, http: httpx2.AsyncClient) -> None:
     request = await sent(bench, http, COMPLETION, allowed_token_ids=[5, 6], bad_words=["return", "add (a"])
-    assert request.spec.sampling.allowed_token_ids == (5, 6)
+    assert request.spec.sampling.allowed_token_ids == SharedTokens((5, 6))
+    await sent(bench, http, COMPLETION, allowed_token_ids=[5, 6], n=3)
+    assert len({id(one.spec.sampling.allowed_token_ids) for one in bench.service.opened[-3:]}) == 1, "it travels once"
     words = request.spec.sampling.bad_words
     assert words == encode_bad_words(bench.tokenizer, ["return", "add (a"])
     texts = [bench.tokenizer.decode(word) for word in words]

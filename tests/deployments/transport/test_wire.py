@@ -30,8 +30,9 @@ from specdec.core.types import Fingerprints, PackedLogprobs, TokenLogprobs
 from tests.letters import provenance
 
 EPOCH, PREFIX_HASH = m.Epoch(1, 2), PrefixHash(7, (1 << 61) - 2)
+ALLOWED = SharedTokens((5, 6))
 SPEC = SequenceSpec(
-    SamplingParams(logit_bias=((3, -1.5),), stop_token_ids=(4,), logprobs=2, temperature=1),
+    SamplingParams(logit_bias=((3, -1.5),), allowed_token_ids=ALLOWED, stop_token_ids=(4,), logprobs=2, temperature=1),
     seed=(1 << 64) - 1,
     output_start=3,
     max_tokens=9,
@@ -90,6 +91,17 @@ def test_the_bytes_of_a_version_never_change() -> None:
     assert golden.get(str(WIRE_VERSION)) == now, json.dumps({WIRE_VERSION: now})
     for name, frame in written.items():
         assert decode(bytes.fromhex(now[name]), type(frame)) == frame
+
+
+def test_samples_of_a_request_carry_its_allowed_tokens_once() -> None:
+    allowed = SharedTokens(range(100_000))
+    spec = replace(SPEC, sampling=SamplingParams(allowed_token_ids=allowed))
+    samples = tuple(m.Submit(f"s{i}", 0, "i", PROMPT, replace(spec, seed=i)) for i in range(128))
+    data = encode(Messages(samples))
+    assert len(data) < 4 * len(allowed) + 128 * 600
+    arrived = decode(data, Messages).batch
+    assert arrived == samples
+    assert len({id(sample.spec.sampling.allowed_token_ids) for sample in arrived}) == 1
 
 
 def test_types_of_tuples_survive() -> None:
@@ -206,8 +218,8 @@ def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.
 
 
 def test_attachments_are_forgotten_with_the_last_frame_of_their_batch() -> None:
-    submit = msgspec.to_builtins(ALL[0], enc_hook=[PROMPT, NO_TOKENS].index, builtin_types=(bytes,))
-    attached = [PROMPT.to_bytes(), NO_TOKENS.to_bytes()]
+    submit = msgspec.to_builtins(ALL[0], enc_hook=[PROMPT, ALLOWED, NO_TOKENS].index, builtin_types=(bytes,))
+    attached = [tokens.to_bytes() for tokens in (PROMPT, ALLOWED, NO_TOKENS)]
     frames = [["Messages", attached, [], True], ["Messages", [], [submit]], ["Messages", [], [submit]]]
     first, second, third = map(msgspec.msgpack.encode, frames)
     reader = FrameReader()

@@ -19,6 +19,7 @@ from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
 from specdec.drafting.head_chains import HeadChains
 from specdec.drafting.heads import DraftHeads, HeadDrafter, HeadsOptions, load_heads
 from specdec.drafting.medusa.heads import HeadsConfig, MedusaHeads
@@ -49,7 +50,9 @@ FEATURES = {
     "noise": SamplingParams(),
     "top_p": SamplingParams(top_p=0.9, top_k=20, min_p=0.01),
     "penalties": SamplingParams(repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.5),
-    "others": SamplingParams(logit_bias=((3, 1.0),), allowed_token_ids=(1, 2, 3), bad_words=((4, 5),), min_tokens=3),
+    "others": SamplingParams(
+        logit_bias=((3, 1.0),), allowed_token_ids=SharedTokens((1, 2, 3)), bad_words=((4, 5),), min_tokens=3
+    ),
     "grammar": SamplingParams(grammar=ANY),
     "logprobs": SamplingParams(logprobs=3),
 }

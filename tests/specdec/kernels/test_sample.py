@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from specdec.core.params import SamplingParams
+from specdec.core.tokens import SharedTokens
 from specdec.kernels import sample
 from specdec.sampling.acceptance import decide, walk_draft
 from specdec.sampling.on_kernels import StagedStep
@@ -60,7 +61,9 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     groups = random_groups(rng, VOCAB, 6, trees)
     # A draft's own tokens are counted; bad words give way where nothing is left; all else gives way to the grammar.
     one = make_spec(SamplingParams(temperature=0.0, frequency_penalty=2.0), output_start=2)
-    bad = make_spec(SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words=((7,),)), output_start=2)
+    bad = make_spec(
+        SamplingParams(temperature=0.0, allowed_token_ids=SharedTokens((7,)), bad_words=((7,),)), output_start=2
+    )
     only = bits([token == 9 for token in range(VOCAB)])[None]
     first = RowGroup(one, [1, 2, 3], (5, 6), parents=(-1, 0) if trees else ())
     groups = [first, RowGroup(bad, [1, 2, 3]), RowGroup(bad, [1, 2, 3], (), only), *groups]

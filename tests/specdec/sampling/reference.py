@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 NO_TOKEN = -1
@@ -33,7 +34,7 @@ def edited_row(logits: Sequence[float], spec: SequenceSpec, tokens: Sequence[int
         row[token] -= params.frequency_penalty * output.count(token)
         row[token] -= params.presence_penalty * (token in output)
     if params.allowed_token_ids:
-        row = [value if token in params.allowed_token_ids else -math.inf for token, value in enumerate(row)]
+        row = [value if token in set(params.allowed_token_ids) else -math.inf for token, value in enumerate(row)]
     if len(output) < params.min_tokens:
         for token in spec.ending_token_ids:
             row[token] = -math.inf
@@ -85,7 +86,7 @@ def random_params(rng: random.Random, vocab_size: int, **fields: object) -> Samp
         "presence_penalty": maybe(rng.uniform(-1, 1), 0.0),
         "frequency_penalty": maybe(rng.uniform(-1, 1), 0.0),
         "logit_bias": maybe(tuple((t, rng.uniform(-3, 3)) for t in rng.sample(range(vocab_size), 3)), ()),
-        "allowed_token_ids": maybe(tuple(rng.sample(range(vocab_size), vocab_size - 4)), ()),
+        "allowed_token_ids": SharedTokens(maybe(rng.sample(range(vocab_size), vocab_size - 4), ())),
         "bad_words": maybe(tuple(tuple(rng.choices(range(vocab_size), k=n)) for n in (1, 2, 2, 2, 2, 3)), ()),
         "min_tokens": maybe(rng.randrange(12), 0),
         "temperature": maybe(rng.uniform(0.3, 1.5), 1.0),

@@ -10,6 +10,7 @@ import torch
 
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
 from specdec.core.validation import MAX_NUM_LOGIT_BIASES, validated
 from specdec.sampling.kept import WhileAlive
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -38,7 +39,7 @@ def test_more_biases_than_are_taken_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(logit_bias=((3, 9.0), (1, -9.0))), SamplingParams(allowed_token_ids=(3,))]
+    "params", [SamplingParams(logit_bias=((3, 9.0), (1, -9.0))), SamplingParams(allowed_token_ids=SharedTokens((3,)))]
 )
 def test_what_many_live_requests_ask_for_is_prepared_once_each(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ import specdec.demo
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.core.tokens import TokenSequence, common_prefix_length
+from specdec.core.tokens import SharedTokens, TokenSequence, common_prefix_length
 from specdec.core.types import Tokens
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.structured import matchers as module
@@ -256,9 +256,11 @@ def test_a_grammar_goes_before_all_else_that_is_forbidden() -> None:
     sampler = Sampler(V, grammars=GRAMMARS)
     logits = torch.randn(1, V)
     best = max(digits, key=lambda token: float(logits[0, token]))
-    spec = spec_of(DIGITS, temperature=0.0, allowed_token_ids=(70, 71))
+    spec = spec_of(DIGITS, temperature=0.0, allowed_token_ids=SharedTokens((70, 71)))
     assert sampler.sample(logits, [RowGroup(spec, PROMPT)]).tolist() == [best]
-    spec = spec_of(DIGITS, temperature=0.0, logit_bias=((digits[3], 100.0),), allowed_token_ids=(70, digits[3]))
+    spec = spec_of(
+        DIGITS, temperature=0.0, logit_bias=((digits[3], 100.0),), allowed_token_ids=SharedTokens((70, digits[3]))
+    )
     assert sampler.sample(logits, [RowGroup(spec, PROMPT)]).tolist() == [digits[3]]
 
     def nothing(groups: Sequence[RowGroup], logits: torch.Tensor) -> None:

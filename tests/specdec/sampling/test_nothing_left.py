@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
 from specdec.core.validation import validated
 from specdec.sampling.acceptance import propose
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -49,8 +50,8 @@ def test_the_least_temperature_still_draws_among_ties() -> None:
 def test_bad_words_that_leave_nothing_are_not_applied(temperature: float) -> None:
     """Tokens 2 and 3 are allowed, and after 3 both are forbidden: the row after it is as if there were no bad words."""
     words = ((3, 2), (3, 3))
-    params = SamplingParams(temperature=temperature, allowed_token_ids=(2, 3))
-    barred = SamplingParams(temperature=temperature, allowed_token_ids=(2, 3), bad_words=words)
+    params = SamplingParams(temperature=temperature, allowed_token_ids=SharedTokens((2, 3)))
+    barred = SamplingParams(temperature=temperature, allowed_token_ids=SharedTokens((2, 3)), bad_words=words)
     for seed in range(20):
         after = {seen: decided(Sampler(VOCAB), RowGroup(make_spec(barred, seed), [0, seen])) for seen in (2, 3)}
         free = decided(Sampler(VOCAB), RowGroup(make_spec(params, seed), [0, 3]))
@@ -63,7 +64,9 @@ def test_bad_words_that_leave_nothing_are_not_applied(temperature: float) -> Non
 
 def test_min_tokens_needs_an_allowed_token_that_does_not_end_the_text() -> None:
     with pytest.raises(InvalidParameterError, match="min_tokens must be 0"):
-        validated(SamplingParams(allowed_token_ids=(3, 4), min_tokens=1, stop_token_ids=(4,)), VOCAB, (3,))
+        validated(
+            SamplingParams(allowed_token_ids=SharedTokens((3, 4)), min_tokens=1, stop_token_ids=(4,)), VOCAB, (3,)
+        )
 
 
 class Forbids:

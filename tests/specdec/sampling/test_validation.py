@@ -10,6 +10,7 @@ import pytest
 from specdec.core.errors import InvalidParameterError
 from specdec.core.grammar import Grammar
 from specdec.core.params import SamplingParams
+from specdec.core.tokens import SharedTokens
 from specdec.core.validation import (
     validated,
     validated_max_tokens,
@@ -38,14 +39,17 @@ REFUSED: dict[str, list[Any]] = {
         1,
         None,
     ],
-    "allowed_token_ids": [(VOCAB,), (-1,), (1.0,), (True,), ("1",), 5, None, "12"],
+    "allowed_token_ids": [
+        *((VOCAB,), (-1,), (1.0,), (True,), ("1",), 5, None, "12", (0,) * (VOCAB + 1)),
+        *(SharedTokens(tokens) for tokens in ((VOCAB,), (-1,), (0,) * (VOCAB + 1))),
+    ],
     "bad_words": [((VOCAB,),), ((1, -1),), ((),), (1,), (("1",),), ((True,),), 5, None, "12", ("12",)],
     "min_tokens": [-1, 1.0, NAN, "3", True, 2**31, None],
     "temperature": [-0.1, 2.1, NAN, INF, "1", True, None],
     "top_k": [-2, 1.5, NAN, "5", True, None],
     "top_p": [0, 0.0, -0.5, 1.1, NAN, INF, "1", True],
     "min_p": [-0.1, 1.1, NAN, "0", True],
-    "stop_token_ids": [(VOCAB,), (-1,), (1.0,), (True,), ("1",), 5, None, "12"],
+    "stop_token_ids": [(VOCAB,), (-1,), (1.0,), (True,), ("1",), 5, None, "12", (1, 1), (1,) * 1025],
     "ignore_eos": [1, 0, "true", None],
     "logprobs": [-1, 21, 1.0, NAN, "5", True],
     "prompt_logprobs": [-1, 21, 1.0, "5", False],
@@ -75,7 +79,7 @@ def test_refused_by_name_and_with_what_is_allowed(name: str, value: Any) -> None
         ({"presence_penalty": -2, "frequency_penalty": 2}, {"presence_penalty": -2.0, "frequency_penalty": 2.0}),
         ({"logit_bias": [[0, -100], [99, 100]]}, {"logit_bias": ((0, -100.0), (99, 100.0))}),
         ({"stop_token_ids": [0, 99]}, {"stop_token_ids": (0, 99)}),
-        ({"allowed_token_ids": [0, 99]}, {"allowed_token_ids": (0, 99)}),
+        ({"allowed_token_ids": [0, 99]}, {"allowed_token_ids": SharedTokens((0, 99))}),
         ({"bad_words": [[0, 99], [5], [0, 99]]}, {"bad_words": ((0, 99), (5,))}),
         ({"logprobs": 20, "prompt_logprobs": 0}, {"logprobs": 20, "prompt_logprobs": 0}),
         ({"ignore_eos": True}, {"ignore_eos": True}),

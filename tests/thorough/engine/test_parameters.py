@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.params import SamplingParams
+from specdec.core.tokens import SharedTokens
 from specdec.engine.engine import InProcessService
 from specdec.sampling.noise import gumbel
 from tests.letters import spelled
@@ -57,10 +58,10 @@ PARAMETERS: dict[str, dict[str, object]] = {
         "logit_bias": ((7, 2.0), (EOS, 4.0)),
         "min_tokens": 6,
         "logprobs": 0,
-        "allowed_token_ids": tuple(range(1, 60)),
+        "allowed_token_ids": SharedTokens(range(1, 60)),
         "bad_words": ((7, 7), (20,), (9, 9, 7)),
     },
-    "allowed_token_ids": {"allowed_token_ids": tuple(range(1, VOCAB_SIZE, 3))},
+    "allowed_token_ids": {"allowed_token_ids": SharedTokens(range(1, VOCAB_SIZE, 3))},
     "bad_words": {},
 }
 """Nineteen requests: each of them is also run among the eighteen others."""
