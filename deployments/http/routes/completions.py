@@ -12,7 +12,7 @@ from deployments.http.formats import ChatFormat, CompletionFormat, Envelope
 from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job, completion_job
 from deployments.http.schemas.chat import ChatBody, ChatMessages, CompletionBody, ConversationBody
-from deployments.http.schemas.fields import Body, Integers
+from deployments.http.schemas.fields import Body, TokenList
 from deployments.http.strict_json import StrictJsonRequest, StrictJsonRoute
 from deployments.http.writing import Json, json_bytes
 from specdec.core.errors import InvalidParameterError
@@ -89,7 +89,7 @@ class DetokenizeBody(Body):
     """Tokens whose text is asked for; absent, ``model`` is the target."""
 
     model: str | None = None
-    tokens: Integers
+    tokens: TokenList
 
 
 @router.post("/tokenize", response_model=None)

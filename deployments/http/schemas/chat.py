@@ -14,10 +14,12 @@ from deployments.http.schemas.fields import (
     IGNORED,
     IGNORED_IN_COMPLETIONS,
     IGNORED_IN_MESSAGES,
+    MOST_ITEMS,
     REFUSED,
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_MESSAGES,
     Body,
+    JsonObject,
     Prompts,
     kind_of,
 )
@@ -49,7 +51,7 @@ class FunctionSpec(Body):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -160,8 +162,9 @@ class TextPart(Body):
     text: str
 
 
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 MessageContent = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
+    Annotated[str, Tag("str")] | Annotated[TextParts, Tag("list")],
     Discriminator(
         kind_of,
         custom_error_type="content_type",
@@ -232,7 +235,7 @@ class ChatMessage(Body):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 
 
 class TemplatedBody(Body):
@@ -247,7 +250,7 @@ class TemplatedBody(Body):
     """
 
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

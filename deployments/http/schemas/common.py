@@ -6,9 +6,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deployments.http.schemas.fields import IGNORED, REFUSED, Bias, Body, Integer, Integers, Stops
+from deployments.http.schemas.fields import (
+    IGNORED,
+    MOST_ITEMS,
+    REFUSED,
+    Bias,
+    Body,
+    Integer,
+    JsonObject,
+    Stops,
+    TokenSet,
+)
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import Exactness
+from specdec.core.validation import MAX_NUM_STOP_TOKENS
 
 MOST_BAD_WORDS = 64
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -58,7 +69,7 @@ class SamplingBody(Body):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     seed: Integer | None = None
     stop: Stops | None = None
-    stop_token_ids: Integers | None = None
+    stop_token_ids: Annotated[list[Integer], Field(max_length=MAX_NUM_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,17 +87,17 @@ class SamplingBody(Body):
     per_request_spec_decode_metrics: MetricsDetail | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    allowed_token_ids: Annotated[list[Integer], Field(min_length=1, fail_fast=True)] | None = None
+    allowed_token_ids: TokenSet | None = None
     bad_words: Annotated[list[Word], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    structured_outputs: JsonObject | None = None
+    guided_json: JsonObject | str | None = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MOST_ITEMS, fail_fast=True)] | None = None
     guided_grammar: str | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
 
@@ -117,7 +128,7 @@ class GenerationBody(SamplingBody):
     prompt_logprobs: Integer | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
 
     def check_together(self) -> None:
         """Check what concerns several fields.

@@ -24,6 +24,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from specdec.core.tokens import SharedTokens, are_ids
+from specdec.core.validation import MAX_NUM_LOGIT_BIASES
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "best_of": (1,),
@@ -207,6 +210,14 @@ def _is_one_edit(a: str, b: str) -> bool:
 
 
 _MOST_SHOWN = 64
+MOST_PROMPTS = 4096
+MOST_STOPS = 1024
+"""The configuration allows at most so many, of prompts (``limits.max_sequences``) as of stop strings."""
+MOST_ITEMS = 1 << 14
+"""Of a list that nothing else bounds; a body cannot have more lists and objects."""
+_MOST_DEPTH = 128
+_MOST_IDS = 1 << 19
+"""Of a set of token ids: twice the largest vocabulary there is. How many the model has is looked at later."""
 
 
 class Body(BaseModel):
@@ -295,8 +306,10 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
+        if _is_token_list(value):
             return [value]
+        if len(value) > MOST_PROMPTS:
+            raise PydanticCustomError("many_prompts", "must hold at most {most} prompts", {"most": MOST_PROMPTS})
         if all(isinstance(item, str) or _is_token_list(item) for item in value):
             return value
     raise PydanticCustomError(
@@ -305,11 +318,46 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}  # a million in milliseconds
+
+
+def _token_list(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise PydanticCustomError("token_ids", "must be a list of token ids")
+    if not _is_token_list(value):
+        place = next(place for place, item in enumerate(value) if type(item) is not int)
+        raise PydanticCustomError("token_ids", "must be an integer", {"field": place})
+    return value
+
+
+def _token_set(value: Any) -> SharedTokens:
+    if isinstance(value, list) and len(value) > _MOST_IDS:
+        raise PydanticCustomError("many_ids", "must hold at most {most} token ids", {"most": _MOST_IDS})
+    tokens = _token_list(value)
+    if not tokens or not are_ids(tokens):
+        raise PydanticCustomError("token_ids", "must be a list of token ids, at least one")
+    return SharedTokens(tokens)
+
+
+def _json_object(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is long or deep in a part of a body that has no schema."""
+    level: list[Any] = [value]
+    count = 0
+    for _ in range(_MOST_DEPTH):
+        count += sum(map(len, level))
+        if count > MOST_ITEMS:
+            raise PydanticCustomError("long_object", "must hold at most {most} fields and items", {"most": MOST_ITEMS})
+        parts = (part for one in level for part in (one.values() if isinstance(one, dict) else one))
+        level = [part for part in parts if isinstance(part, (dict, list))]
+        if not level:
+            return value
+    raise PydanticCustomError("deep_object", "must have at most {most} levels", {"most": _MOST_DEPTH})
 
 
 def _bias(value: Any) -> dict[int, float]:
     """Token ids, which JSON can only write as strings, as integers."""
+    if isinstance(value, dict) and len(value) > MAX_NUM_LOGIT_BIASES:
+        raise PydanticCustomError("many_biases", "must hold at most {most} biases", {"most": MAX_NUM_LOGIT_BIASES})
     if not isinstance(value, dict) or not all(_is_token_key(key) and _is_finite(bias) for key, bias in value.items()):
         raise PydanticCustomError("bias_type", "must be an object with token ids, as strings, for keys, and numbers")
     return {int(key): float(bias) for key, bias in value.items()}
@@ -325,20 +373,22 @@ def _is_finite(value: Any) -> bool:
 
 _TEXT = {"type": "string"}
 _TOKENS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MOST_PROMPTS}
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-Integers = Annotated[list[Integer], Field(fail_fast=True)]
+TokenList = Annotated[Any, AfterValidator(_token_list), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
+TokenSet = Annotated[Any, AfterValidator(_token_set), WithJsonSchema({**_TOKENS, "maxItems": _MOST_IDS})]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json_object)]
 Prompts = Annotated[
     Any,
     AfterValidator(_prompts),
-    WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}]}),
+    WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _TOKENS, {**_TEXTS, "items": _TOKENS}]}),
 ]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    Field(fail_fast=True),
+    Field(max_length=MOST_STOPS, fail_fast=True),
     BeforeValidator(_one_or_many),
-    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MOST_STOPS}]}),
 ]
 Bias = Annotated[
     Any,

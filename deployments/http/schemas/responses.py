@@ -24,9 +24,11 @@ from deployments.http.schemas.chat import (
 from deployments.http.schemas.common import SamplingBody
 from deployments.http.schemas.fields import (
     IGNORED_IN_RESPONSES,
+    MOST_ITEMS,
     REFUSED_IN_RESPONSES,
     REPLACED_IN_RESPONSES,
     Body,
+    JsonObject,
     kind_of,
 )
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
@@ -54,8 +56,9 @@ class InputTextPart(Body):
     text: str
 
 
+InputTextParts = Annotated[list[InputTextPart], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 InputContent = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[InputTextPart], Field(min_length=1, fail_fast=True), Tag("list")],
+    Annotated[str, Tag("str")] | Annotated[InputTextParts, Tag("list")],
     Discriminator(
         kind_of,
         custom_error_type="content_type",
@@ -100,7 +103,7 @@ class ReasoningItem(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningPart], Field(max_length=MOST_ITEMS, fail_fast=True)] | None = None
 
     @property
     def text(self) -> str:
@@ -172,8 +175,9 @@ InputItem = Annotated[
     BeforeValidator(_known),
 ]
 
+InputItems = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 Input = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("list")],
+    Annotated[str, Tag("str")] | Annotated[InputItems, Tag("list")],
     Discriminator(kind_of, custom_error_type="input_type", custom_error_message="must be a string or a list of items"),
 ]
 
@@ -196,7 +200,7 @@ class FunctionTool(Body):
     type: IsFunction
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -243,7 +247,7 @@ AnyTool = FunctionTool | dict[str, Any]
 ResponsesTools = Annotated[
     list[
         Annotated[
-            Annotated[FunctionTool, Tag("<function>")] | Annotated[dict[str, Any], Tag("<other>")],
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[JsonObject, Tag("<other>")],
             Discriminator(_kind_of_tool),
         ]
     ],
@@ -285,7 +289,7 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
-    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    json_schema: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
     description: str | None = None
 

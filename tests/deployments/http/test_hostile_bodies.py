@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import httpx2
@@ -132,6 +133,50 @@ async def test_a_body_may_have_so_many_fields_and_no_more(http: httpx2.AsyncClie
         answer = await http.post(path, content=content, headers=JSON)
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "the body must have at most 16384 fields"
+
+
+async def test_what_strings_hold_is_no_part_of_a_body(http: httpx2.AsyncClient, bench: Bench) -> None:
+    bench.says("ok")
+    rng = random.Random(7)
+    texts = ["".join(rng.choices('\\":[{n,]}', k=rng.randrange(60))) for _ in range(8000)]
+    messages = [{"role": "user", "content": text} for text in texts]
+    content = json.dumps({"model": "demo", "messages": messages, "max_tokens": 1}).encode()
+    assert min(content.count(sign) for sign in (b"[", b"{", b":")) > 16384
+    answer = await http.post("/v1/chat/completions", content=content, headers=JSON)
+    assert "context_length_exceeded" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("part", "count", "what"),
+    [(b"[]", 16384, "lists and objects"), (b"{}", 16384, "lists and objects"), (b'"[\\""', 65536, "strings")],
+)
+async def test_a_body_has_so_many_parts_and_no_more(
+    http: httpx2.AsyncClient, bench: Bench, part: bytes, count: int, what: str
+) -> None:
+    bench.says("ok")
+    used = 2 if what == "lists and objects" else 5  # of its own
+    for more, status in ((0, 200), (1, 400)):
+        content = PROMPT + b'"metadata": [' + b",".join([part] * (count - used + more)) + b"]}"
+        answer = await http.post("/v1/completions", content=content, headers=JSON)
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"] == f"the body must have at most {count} {what}"
+
+
+def arrays(schema: Any) -> Iterator[dict[str, Any]]:
+    """All arrays that a schema describes."""
+    if isinstance(schema, dict) and schema.get("type") == "array":
+        yield schema
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from arrays(part)
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody])
+def test_every_list_has_a_maximum(kind: Any) -> None:
+    """Lists of token ids have theirs from the model, and from the size of a body."""
+    found = list(arrays(kind.model_json_schema()))
+    assert len(found) > 3
+    for array in found:
+        assert "maxItems" in array or array["items"] == {"type": "integer"}, array
 
 
 CALL = {"name": "f", "arguments": json.dumps({"q": "\ud83d"})}

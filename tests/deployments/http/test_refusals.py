@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,17 @@ OF_ANOTHER_TYPE: list[tuple[str, Any]] = [
 FURTHER: list[tuple[str, Any]] = [
     ("allowed_token_ids", []),
     ("allowed_token_ids", [4096]),
+    ("allowed_token_ids", [2**31]),
+    ("allowed_token_ids", [1, "2"]),
+    ("allowed_token_ids", [1] * 4097),
+    ("stop_token_ids", [5, 5]),
+    ("stop_token_ids", list(range(1025))),
+    ("stop", ["x"] * 1025),
+    ("prompt", ["x"] * 4097),
+    ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("guided_choice", ["x"] * 16385),
+    ("response_format", {"type": "structural_tag", "x": [0] * 16384}),
+    ("structured_outputs", {"json": json.loads("[" * 150 + "]" * 150)}),
     ("bad_words", "x"),
     ("bad_words", [""]),
     ("bad_words", ["x"] * 65),
