@@ -19,7 +19,12 @@ _ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
 class Limits(StrictModel):
     """What an ingress takes in. Beyond it answers 400 or 413; 429 where the same request may be sent again later."""
 
-    max_body_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="largest request body; beyond it 413")
+    max_body_bytes: int | None = Field(
+        None,
+        ge=1 << 10,
+        le=1 << 30,
+        description="largest request body, beyond it 413; default 1 MiB + 8 bytes x max_model_len",
+    )
     max_total_body_bytes: int = Field(
         64 << 20, ge=1 << 10, le=1 << 40, description="bodies of all requests of one ingress together; beyond it 429"
     )
@@ -30,7 +35,7 @@ class Limits(StrictModel):
     max_total_tokens: int | None = Field(
         1 << 26,
         ge=1,
-        description="prompt and output tokens of one ingress's requests together; beyond it 429; none: no bound",
+        description="tokens of one ingress's requests, their parameters' included; beyond it 429; none: no bound",
     )
     max_logprobs: int = Field(
         MAX_LOGPROBS,
@@ -81,6 +86,10 @@ class Limits(StrictModel):
         15.0, gt=0, le=86400, description="while a stream has nothing to send, it sends an SSE comment this often"
     )
     retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
+
+    def body_bytes(self, max_model_len: int) -> int:
+        """The largest request body where a sequence has at most so many tokens."""
+        return (1 << 20) + 8 * max_model_len if self.max_body_bytes is None else self.max_body_bytes
 
 
 class Store(StrictModel):

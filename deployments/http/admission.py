@@ -253,7 +253,7 @@ class Reservation:
         self._num_bytes = num_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count what its prompts and its longest outputs come to.
+        """Count what its prompts, its longest outputs, and what goes with them come to.
 
         Raises:
             ApiError: 429: with it there are too many; 400: alone it has too many.
@@ -261,8 +261,8 @@ class Reservation:
         admission = self._admission
         most = admission.limits.max_total_tokens
         if most is not None and num_tokens > most:
-            text = f"prompts and max_tokens of one request must come to {most} tokens at most (limits.max_total_tokens)"
-            text += f", not {num_tokens}"
+            text = f"prompts, max_tokens and what goes with them must come to {most} tokens of one request at most "
+            text += f"(limits.max_total_tokens), not {num_tokens}"
             raise ApiError(400, text, param="max_tokens", code="request_too_large")
         if most is not None and admission.num_tokens + num_tokens > most:
             counts = f"requests of {admission.num_tokens} tokens are open, of {most} at most"

@@ -70,9 +70,8 @@ def create_app(
     app.add_middleware(Admit, admission=admission)
     app.add_middleware(CheckKeys, keys=keys or ApiKeys({}))
     app.add_middleware(CatchErrors, retry_after_s=settings.limits.retry_after_s)
-    app.add_middleware(
-        BodyLimit, max_body_bytes=settings.limits.max_body_bytes, timeout_s=settings.limits.body_timeout_s
-    )
+    max_body_bytes = settings.limits.body_bytes(service.model_info().target.max_model_len)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=settings.limits.body_timeout_s)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -251,7 +251,8 @@ def _job(
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     if context.stats.reservation is not None:
         lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        context.stats.reservation.add_tokens(sum(lengths) * (body.n or 1))
+        beside = len(sampling.allowed_token_ids) + _num_beside(sampling) * len(prompts) * (body.n or 1)
+        context.stats.reservation.add_tokens(sum(lengths) * (body.n or 1) + beside)
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
     bound = speculation_bound(body, model)
     sequences: list[SequenceRequest] = []
@@ -292,6 +293,15 @@ def _job(
         num_speculative_tokens=info.num_speculative_tokens if bound is None else bound,
         fingerprint=model.fingerprint,
     )
+
+
+_TOKEN_BYTES = 4
+
+
+def _num_beside(sampling: SamplingParams) -> int:
+    """What goes with each sample of a prompt, as so many tokens of 4 bytes."""
+    text = 0 if sampling.grammar is None else -(-len(sampling.grammar.text.encode()) // _TOKEN_BYTES)
+    return len(sampling.stop_token_ids) + 2 * len(sampling.logit_bias) + sum(map(len, sampling.bad_words)) + text
 
 
 _T = TypeVar("_T")

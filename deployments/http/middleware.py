@@ -30,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 
 _CLOSE = {"Connection": "close"}
 """With an answer to a body that was not read to its end."""
-_DRAINED_BODIES = 4
+_DRAINED_BODIES = 16
 _DRAIN_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _STORED = "/v1/responses/"

@@ -5,6 +5,7 @@ import pytest
 from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.base import keys_of
 from cluster.config.files import load_config, merged
+from cluster.config.limits import Limits
 from cluster.config.models import memory_amount
 from cluster.models.demos import demo_folder
 from cluster.models.sources import draft_source, target_source
@@ -135,6 +136,11 @@ def test_merging_changes_neither_argument():
         "max_queued_requests": 1,
     }
     assert data == {"limits": {"max_body_bytes": 2048}}
+
+
+def test_the_largest_body_follows_the_longest_sequence():
+    assert Limits().body_bytes(131_072) == 2 << 20
+    assert Limits(max_body_bytes=2048).body_bytes(131_072) == 2048
 
 
 def test_the_protocols_times_are_the_librarys_own():

@@ -347,8 +347,26 @@ async def test_one_key_cannot_keep_others_out(bench: Bench) -> None:
     assert ended.index("bob") <= 2
 
 
+async def test_what_goes_with_a_prompt_counts_as_tokens(bench: Bench) -> None:
+    bench.says("ok")
+    base = ASK | {"prompt": [5], "max_tokens": 1, "n": 2}
+    ids = list(range(100))
+    async with served(bench, max_total_tokens=103) as http:
+        for fields, num_tokens in (
+            ({"stop_token_ids": ids}, 4 + 2 * 100),
+            ({"logit_bias": dict.fromkeys(map(str, ids[:50]), 1)}, 4 + 2 * 2 * 50),
+            ({"allowed_token_ids": ids}, 4 + 100),
+            ({"guided_regex": "a" * 398}, 4 + 2 * 100),
+        ):
+            error = error_of(await http.post("/v1/completions", json=base | fields), 400)
+            assert f"(limits.max_total_tokens), not {num_tokens}" in error["message"]
+            assert error["code"] == "request_too_large"
+        for fields in ({"allowed_token_ids": ids[:99]}, {"bad_words": ["a"]}, {"stop_token_ids": ids[:49]}):
+            assert (await http.post("/v1/completions", json=base | fields)).status_code == 200
+
+
 async def test_a_long_list_of_ids_is_refused_for_its_length(bench: Bench) -> None:
-    async with served(bench) as http:
+    async with served(bench, max_body_bytes=4 << 20) as http:
         for prompt in ([5] * 1_000_000, [[5], [-1] * 500_000]):
             error = error_of(await http.post("/v1/completions", json=ASK | {"prompt": prompt}), 400)
             assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")

@@ -73,13 +73,13 @@ async def test_a_body_that_does_not_say_it_is_json_is_refused(http: httpx2.Async
 
 
 async def test_many_errors_are_as_quick_as_one(http: httpx2.AsyncClient) -> None:
-    fields = {f"f{i}": 1 for i in range(50_000)}
+    fields = {f"f{i}": 1 for i in range(40_000)}
     for body in (
         COMPLETION | {"temperatur": 1} | fields | {"stream_options": fields},
-        COMPLETION | {"stop_token_ids": ["x"] * 50_000},
-        COMPLETION | {"stop": [1] * 50_000},
+        COMPLETION | {"stop_token_ids": ["x"] * 40_000},
+        COMPLETION | {"stop": [1] * 40_000},
         COMPLETION | {"logit_bias": dict.fromkeys(fields, 1)},
-        CHAT | {"messages": [{}] * 50_000},
+        CHAT | {"messages": [{}] * 40_000},
     ):
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer = await http.post(path, json=body)

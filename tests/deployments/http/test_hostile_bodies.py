@@ -12,9 +12,12 @@ import httpx2
 import pytest
 from fastapi import APIRouter
 from pydantic import BaseModel, field_validator
+from transformers import PreTrainedTokenizerFast
 
+from cluster.config.limits import Limits
 from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.schemas.responses import ResponsesBody
+from deployments.http.service import ApiSettings
 from deployments.http.strict_json import StrictJsonRoute
 
 from .conftest import Bench
@@ -75,6 +78,12 @@ RAW: dict[str, bytes] = {
     "one field twice": PROMPT + b'"n": 1, "n": 2}',
 }
 WRONG: list[Any] = [True, -1, 2**70, 1e308, "", "x", [], [[]], [None], {}, {"a": {}}, [1, "x"], {"1": None}]
+
+
+@pytest.fixture
+def bench(tokenizer: PreTrainedTokenizerFast) -> Bench:
+    """One that reads larger bodies than by default."""
+    return Bench(tokenizer, ApiSettings(Limits(max_body_bytes=4 << 20), trust_request_chat_template=True))
 
 
 def paths_of(content: bytes) -> list[str]:
