@@ -75,8 +75,20 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
             yield from _walk(section, value, path + ".")
 
 
+REMOVED: dict[str, str] = {
+    "acceptance": "there is one rule: a seed's text never depends on drafts",
+    "drafters": "a sequence has one drafter; replicas.draft gives another when it dies",
+    "extensions": "code of your own reads a file or a variable of its own",
+    "numeric_contract_lost": "send exactness: fast with requests that may go on in other bits",
+    "receipts": "to check an answer, send its request again with the same seed",
+}
+"""Keys that a configuration had before, and why they left or what to do instead."""
+
+
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
+    if key in REMOVED:
+        return f"the key '{key}' was removed: {REMOVED[key]}; take it out"
     near = _nearest(key, known)
     if near == key:
         section, _, leaf = key.rpartition(".")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ray._private.authentication import authentication_utils
 
 from cluster.config.app import OTLP_LIBRARY, AppArgs, ServiceConfig
-from cluster.config.base import validated
+from cluster.config.base import REMOVED, validated
 from cluster.config.environment import api_keys, check_ray
 from cluster.config.files import load_config
 from cluster.config.live import reconfigured
@@ -398,3 +398,10 @@ def test_a_ray_without_tokens_is_refused_unless_that_is_allowed(monkeypatch: pyt
     monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: False)
     check_ray(allow_unauthenticated=True)
     assert "set access.allow_unauthenticated_ray" in str(refusal(check_ray, False))
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_refused_with_its_reason(key: str) -> None:
+    with pytest.raises(ValidationError, match=f"the key '{key}' was removed: ") as caught:
+        AppArgs.model_validate({key: {"a": 1}})
+    assert REMOVED[key] in str(caught.value)
