@@ -17,6 +17,7 @@ from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.kernels.attention import ATTENTION_NAME
 from specdec.kernels.experts import has_tiled_experts
+from specdec.kernels.tiled import NUM_KEYS, NUM_QUERIES
 from specdec.models.loading import LoadedModel, quiet
 from specdec.models.quantization import is_quantized
 
@@ -123,7 +124,7 @@ def check_bits(runner: ModelRunner, seed: int = 0) -> str:
         seed: Likewise.
 
     Returns:
-        Hash of logits (rule 17), and of a product in the shape of an adapter if the model takes adapters. Libraries,
+        Hash of the short rows' logits, and of products in the shapes of attention and adapters (rule 17). Libraries,
         instruction sets and numbers of threads that compute other bits give another hash.
 
     Raises:
@@ -140,13 +141,31 @@ def check_bits(runner: ModelRunner, seed: int = 0) -> str:
         reason = f"the logits' bits of {differs} of {num_tokens} tokens depend on the step" if differs else ""
     if reason:
         raise ModelLoadError(f"exactness: strict is not possible with {name}: {reason}")
-    adapters = runner.loaded.adapters
-    bits = alone[: len(_ROW_LENGTHS)]  # the length of what follows depends on the window
-    if adapters is not None:
-        bits.append(adapters.sample_product(runner.tile_tokens or 1))
+    bits = [*alone[: len(_ROW_LENGTHS)], *_sample_products(runner)]  # the length of a longer row depends on the window
     return sha256(
         b"".join(values.contiguous().cpu().view(torch.uint8).numpy().tobytes() for values in bits)
     ).hexdigest()
+
+
+def _sample_products(runner: ModelRunner) -> Iterator[torch.Tensor]:
+    """Multiply fixed numbers in the shapes of float32 products whose bits the model's own dtype mostly rounds away."""
+    loaded = runner.loaded
+    shapes: list[tuple[int, ...]] = []  # products, rows, inner width, input width, output width
+    if runner.kernel == "tiled":
+        for num_heads, *widths in sorted({(a.num_key_heads, a.key_dim, a.value_dim) for a in loaded.attention_layers}):
+            num_rows = NUM_QUERIES * max(1, loaded.config.num_attention_heads // num_heads)
+            shapes.append((num_heads, num_rows, NUM_KEYS, *widths))
+    if loaded.adapters is not None and runner.tile_tokens is not None:
+        for output_width, input_width in sorted(set(loaded.adapters.shapes.values())):
+            shapes.append((1, runner.tile_tokens, loaded.adapters.room.max_rank, input_width, output_width))
+    dtype = torch.float32 if loaded.device.type == "cpu" else loaded.dtype
+    for number, num_rows, inner, width, output_width in shapes:
+        generator = torch.Generator().manual_seed(0)
+        rows, down, up = (
+            torch.randn(number, *shape, generator=generator).to(loaded.device, dtype)
+            for shape in ((num_rows, width), (inner, width), (inner, output_width))
+        )
+        yield torch.bmm(torch.bmm(rows, down.transpose(1, 2)), up)
 
 
 def _row_alone(runner: ModelRunner, row: list[int]) -> torch.Tensor:

@@ -102,14 +102,6 @@ class AdapterSlots:
         for name, down, up in weights:
             self._layers[name].put(slot, down, up)
 
-    def sample_product(self, num_tokens: int) -> torch.Tensor:
-        """Multiply fixed numbers in the shape of the widest layer's adapter, as a pass of ``num_tokens`` would."""
-        layer = max(self._layers.values(), key=lambda layer: layer.down.shape[-1])
-        generator = torch.Generator().manual_seed(0)
-        down, up = (torch.randn(like[:1].shape, generator=generator).to(like) for like in (layer.down, layer.up))
-        rows = torch.randn(num_tokens, down.shape[-1], generator=generator)
-        return _multiply(rows.to(down), down, up)
-
     @contextmanager
     def used(self, runs: Sequence[AdapterRun], num_tokens: int, *, is_filled_up: bool = False) -> Iterator[None]:
         """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's.
@@ -246,10 +238,11 @@ class _Layer:
         if len(inputs) != step.num_tokens:
             raise ValueError(f"adapters cannot change {self._name}: it reads other inputs than the step's tokens")
         for product in step.products:
-            added = _multiply(
-                _selected(inputs[product.tokens], product.filled_up), self.down[product.slots], self.up[product.slots]
-            )
-            outputs[product.tokens] += _selected(added.view(-1, outputs.shape[-1]), product.places)
+            down = self.down[product.slots].transpose(1, 2)
+            rows = _selected(inputs[product.tokens], product.filled_up).to(down.dtype)
+            narrow = torch.bmm(rows.view(len(down), -1, rows.shape[-1]), down)
+            added = torch.bmm(narrow, self.up[product.slots]).view(-1, outputs.shape[-1])
+            outputs[product.tokens] += _selected(added, product.places)
 
     def _add_by_token(self, inputs: torch.Tensor, outputs: torch.Tensor, is_other: torch.Tensor) -> None:
         inputs, outputs = inputs.reshape(-1, inputs.shape[-1]), outputs.view(-1, outputs.shape[-1])
@@ -258,12 +251,6 @@ class _Layer:
         down, up = self.down.flatten(0, 1), self.up.flatten(0, 1)
         narrow = (inputs.to(down.dtype) @ down.t()).masked_fill(is_other.to(down.device), 0.0)
         outputs += narrow @ up
-
-
-def _multiply(rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Multiply [slots x tokens, input width] by each slot's weights: [slots, tokens, output width]."""
-    narrow = torch.bmm(rows.to(down.dtype).view(len(down), -1, rows.shape[-1]), down.transpose(1, 2))
-    return torch.bmm(narrow, up)
 
 
 def _selected(rows: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
