@@ -17,12 +17,12 @@ from cluster.config.environment import api_keys, check_node
 from cluster.config.live import set_log_level
 from cluster.config.names import ROUTER
 from cluster.models.identity import fingerprints
-from cluster.models.sources import draft_source, read_template, target_source
+from cluster.models.sources import read_template, target_source
 from deployments.http.admission import Admission
 from deployments.http.app import create_app, request_grammars
 from deployments.http.keys import ApiKeys
 from deployments.http.observer import Observer
-from deployments.http.service import ApiSettings, ModelInfo, ModelRole, ServedModel
+from deployments.http.service import ApiSettings, ModelInfo, ServedModel
 from deployments.http.store import NOTHING, Store
 from deployments.metrics.autoscaling import LONG_QUEUE_S, Metrics
 from deployments.metrics.replica import Measured, ReplicaMetrics
@@ -38,7 +38,7 @@ from specdec.checkpoint.fingerprint import weights_hash
 from specdec.core.errors import ServiceUnavailableError, SpecdecError
 from specdec.core.types import Fingerprints
 from specdec.models.describe import describe_model
-from specdec.models.loading import ModelSource, load_tokenizer
+from specdec.models.loading import load_tokenizer
 from specdec.protocol.ingress import IngressMachine
 
 logger = logging.getLogger("ray.serve")
@@ -198,42 +198,28 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
 
 
 def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
-    """What the API says of the models, from their configurations alone.
+    """What the API says of the target, from its configuration alone.
 
     Raises:
-        SpecdecError: A model cannot be read, or its tokenizer does not fit it.
+        SpecdecError: It cannot be read, or its tokenizer does not fit it.
     """
-    vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
-    target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
-    target = replace(target, other_names=args.served_model_name[1:])
-    if not args.speculates:
-        return ModelInfo(target, created_s=int(time.time()), exactness=args.exactness)
-    # A draft model of another vocabulary cannot read what the service's tokenizer writes.
-    source = draft_source(args) if args.has_own_draft and not args.draft.other_vocabulary else None
-    name = f"{args.model_name}-draft"
-    return ModelInfo(
-        target,
-        None if source is None else _served(args, source, name, "draft", vocab_size, own),
-        num_speculative_tokens=args.most_draft_tokens,
-        exactness=args.exactness,
-        created_s=int(time.time()),
-    )
-
-
-def _served(
-    args: AppArgs, source: ModelSource, name: str, role: ModelRole, vocab_size: int, own: Fingerprints
-) -> ServedModel:
-    model = describe_model(source)
+    source = target_source(args)
+    model, vocab_size = describe_model(source), tokenizer_width(load_tokenizer(source))
     check_width(model.name, model.vocab_size, vocab_size)
-    weights = weights_hash(source.path, source.revision, source.token)
-    return ServedModel(
-        name=name,
-        role=role,
+    target = ServedModel(
+        name=args.model_name,
         max_model_len=min(args.max_model_len or model.max_model_len, model.max_model_len),
         vocab_size=vocab_size,
         eos_token_ids=model.eos_token_ids,
         defaults=model.generation_defaults,
-        decision=own.deciding(role),
-        weights=weights,
+        decision=own.decision,
+        weights=weights_hash(source.path, source.revision, source.token),
         root=source.path,
+        other_names=args.served_model_name[1:],
+    )
+    return ModelInfo(
+        target,
+        num_speculative_tokens=args.most_draft_tokens if args.speculates else 0,
+        exactness=args.exactness,
+        created_s=int(time.time()),
     )

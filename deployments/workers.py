@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.pair import PairedTarget
 from specdec.engine.timing import LastRound, LastStep, StepMetrics, profile_drafter, profile_target
 from specdec.models.loading import load_tokenizer
-from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 
 logger = logging.getLogger("ray.serve")
@@ -54,7 +54,7 @@ class _Worker(LiveKeys, Measured, WorkerEndpoint):
     def _go_by(self, args: AppArgs) -> None:
         self._worker_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
 
-    def _measure(self, part: Part, machine: TargetMachine | DraftWorkerMachine, steps: StepMetrics) -> None:
+    def _measure(self, part: Part, machine: TargetMachine | DrafterMachine, steps: StepMetrics) -> None:
         """Count and export what the machine counts, in its own turns."""
 
         async def ask() -> Metrics:
@@ -79,7 +79,7 @@ class TargetServer(_Worker):
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)
         name, steps, draft_steps = replica_id(), StepMetrics(), StepMetrics()
-        own = fingerprints(args, of_draft=args.target.engine != "vllm")
+        own = fingerprints(args)
         drafter: DraftBackend | None = None
         with _startup() as say:
             shares = _pair_shares(args, gpu_share)
@@ -87,7 +87,7 @@ class TargetServer(_Worker):
             build = partial(_target_backend, args, shares[0], say, built.append)
             backend = backend_of(args, "target", build)
             if args.is_paired:
-                drafter = backend_of(args, "draft", lambda: _draft_backends(args, shares[1], say)[0])
+                drafter = backend_of(args, "draft", lambda: _draft_backend(args, shares[1], say))
             if args.is_auto:
                 say(_TIMING)
                 profile_target(backend, steps.profiled)
@@ -153,15 +153,13 @@ class DraftServer(_Worker):
         gpu_share = _gpu_share(num_gpus)
         name, times, steps, own = replica_id(), args.protocol.times(), StepMetrics(), fingerprints(args)
         with _startup() as say:
-            pair = cache(partial(_draft_backends, args, gpu_share, say))
-            backend: DraftBackend = backend_of(args, "draft", lambda: pair()[0])
-            standalone: TargetBackend = backend_of(args, "draft_alone", lambda: pair()[1])
+            backend: DraftBackend = backend_of(args, "draft", partial(_draft_backend, args, gpu_share, say))
             if args.is_auto:
                 say(_TIMING)
                 profile_drafter(backend, steps.profiled)
         last_step = LastStep()
         observed = ObservedDrafter(backend, [last_step, steps])
-        drafter = DrafterMachine(
+        machine = DrafterMachine(
             name,
             observed,
             times,
@@ -169,9 +167,7 @@ class DraftServer(_Worker):
             fingerprint=own.vocabulary,
             last_interval=last_step.interval,
         )
-        drafter.tracer = sequence_tracer("drafter", name)
-        machine = DraftWorkerMachine(drafter, TargetMachine(name, standalone, times, fingerprint=own.draft))
-        machine.standalone.tracer = sequence_tracer("target", name)
+        machine.tracer = sequence_tracer("drafter", name)
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
@@ -248,15 +244,14 @@ def _target_backend(args: AppArgs, gpu_share: float, say: Progress, on_built: Ca
     return backend
 
 
-def _draft_backends(args: AppArgs, gpu_share: float, say: Progress) -> tuple[DraftBackend, TargetBackend]:
-    """The drafter, and a target over the same model for those who ask the model itself."""
+def _draft_backend(args: AppArgs, gpu_share: float, say: Progress) -> DraftBackend:
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
     options = replace(backend_options(args, args.draft), device_share=gpu_share)
     target, has_branches = target_source(args), not args.is_paired
-    drafter, standalone, built = build_drafter(source, options, target, say, has_branches=has_branches)
+    drafter, built = build_drafter(source, options, target, say, has_branches=has_branches)
     _report(built)
-    return drafter, standalone
+    return drafter
 
 
 def _report(built: Built) -> None:

@@ -121,7 +121,7 @@ class ServedPair:
         ]
         with made_weights():
             decides, built = build_target(target, options[0], report.say)
-            drafts, _, of_draft = build_drafter(draft, options[1], target, report.say, has_branches=False)
+            drafts, of_draft = build_drafter(draft, options[1], target, report.say, has_branches=False)
         for role, runner in (("target", built.runner), ("draft", of_draft.runner)):
             check_recorded(report, role, runner)
         engine = SpeculativeEngine(

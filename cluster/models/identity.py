@@ -38,11 +38,10 @@ def model_dtype(args: AppArgs, model: ModelConfig) -> Dtype:
     return "float32" if args.is_demo and model.dtype == "auto" else model.dtype
 
 
-def fingerprints(args: AppArgs, *, of_draft: bool = True) -> Fingerprints:
-    """What the service's models and their vocabulary are (rule 14); the same in every process of one configuration.
+def fingerprints(args: AppArgs) -> Fingerprints:
+    """What the target and its vocabulary are (rule 14); the same in every process of one configuration.
 
-    Placement, limits, plans and all else that decides no token are not in it. Where the draft model runs with other
-    libraries than this process has, its own fingerprint is left empty, which matches any.
+    Placement, limits, plans and all else that decides no token are not in it.
 
     Raises:
         ModelLoadError: A model cannot be found or read, or is to be quantized without torchao.
@@ -52,7 +51,6 @@ def fingerprints(args: AppArgs, *, of_draft: bool = True) -> Fingerprints:
     return Fingerprints(
         decision=_deciding(args, args.target, target_path(args), vocabulary),
         vocabulary=vocabulary,
-        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if of_draft and args.has_draft_model else "",
     )
 
 

@@ -25,7 +25,7 @@ from specdec.models.loading import ModelSource
 from specdec.models.lora.slots import LoRAConfig
 from specdec.sampling.pipeline import LogitsProcessor
 
-BackendRole = Literal["target", "draft", "draft_alone"]
+BackendRole = Literal["target", "draft"]
 B = TypeVar("B")
 
 
@@ -157,7 +157,7 @@ def backend_of(args: AppArgs, role: BackendRole, build: Callable[[], B]) -> B:
 
     Args:
         args: The service's configuration.
-        role: What the backend is for: the target, the draft, or the draft model as a model of its own.
+        role: What the backend is for.
         build: Makes the worker's own backend. The function that ``backend`` names is called with ``role``, ``build``
             and ``args``, and the arguments that the key gives as texts; it need not build.
 

@@ -106,7 +106,7 @@ class Api:
         found = info.find(name)
         if found is not None:
             return found
-        names = list(islice(chain((model.name for model in info.base_models), info.adapters), _MOST_NAMED + 1))
+        names = list(islice(chain((info.target.name,), info.adapters), _MOST_NAMED + 1))
         known = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
         raise ApiError(
             404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {known}", param="model", code="model_not_found"

@@ -39,7 +39,7 @@ async def predicted_tokens(api: Api, body: ChatBody, model: ServedModel) -> Shar
         InvalidParameterError: The text cannot be encoded.
     """
     text = "" if body.prediction is None else body.prediction.text
-    if not text or speculation_bound(body, model) == 0:
+    if not text or speculation_bound(body) == 0:
         return NO_TOKENS
 
     def work() -> SharedTokens:
@@ -254,7 +254,7 @@ def _job(
         beside = len(sampling.allowed_token_ids) + _num_beside(sampling) * len(prompts) * (body.n or 1)
         context.stats.reservation.add_tokens(sum(lengths) * (body.n or 1) + beside)
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
-    bound = speculation_bound(body, model)
+    bound = speculation_bound(body)
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):
         shared = SharedTokens(prompt)
@@ -275,7 +275,6 @@ def _job(
                 prediction=prediction,
                 wants_times=body.wants_speculation,
                 cache_salt=context.cache_salt(body.cache_salt) or "",
-                model=model.role,
                 adapter=model.adapter,
                 draft_adapter=model.draft_adapter,
             )
@@ -320,7 +319,7 @@ def sampling_params(
     Raises:
         InvalidParameterError: A value is not allowed; it names the parameter as the request does.
     """
-    _check_offered(body, model, info, settings)
+    _check_offered(body, info, settings)
     defaults = model.defaults
     params = SamplingParams(
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
@@ -382,23 +381,18 @@ def check_prompt_logprobs(body: GenerationBody, num_prompt_tokens: int, limits: 
         )
 
 
-def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:
+def speculation_bound(body: GenerationBody) -> int | None:
     """The request's bound on draft tokens per round; None where it leaves that to the service.
 
     Raises:
-        InvalidParameterError: The bound is not allowed, drafts are both asked for and switched off, or they are asked
-            for of the draft itself.
+        InvalidParameterError: The bound is not allowed, or drafts are both asked for and switched off.
     """
     bound = validated_num_speculative_tokens(body.num_speculative_tokens)
     if bound and body.disable_spec_decode:
         raise InvalidParameterError(
             "disable_spec_decode", f"disable_spec_decode and num_speculative_tokens ({bound}) exclude each other"
         )
-    if bound and model.role == "draft":
-        raise InvalidParameterError(
-            "num_speculative_tokens", f"num_speculative_tokens must be 0 for {model.name!r}: nothing drafts for it"
-        )
-    return 0 if body.disable_spec_decode or model.role == "draft" else bound
+    return 0 if body.disable_spec_decode else bound
 
 
 def request_seed(body: GenerationBody) -> int:
@@ -406,11 +400,10 @@ def request_seed(body: GenerationBody) -> int:
     return secrets.randbits(64) if body.seed is None else validated_seed(body.seed)
 
 
-def _check_offered(body: GenerationBody, model: ServedModel, info: ModelInfo, settings: ApiSettings) -> None:
+def _check_offered(body: GenerationBody, info: ModelInfo, settings: ApiSettings) -> None:
     """What depends on the service rather than on the value."""
-    if body.exactness == "strict" and (info.exactness, model.role) != ("strict", "target"):
-        which = model.name if info.exactness == "strict" else "this service"
-        raise UnsupportedParameterError("exactness", f"exactness must be fast: {which} does not run with strict")
+    if body.exactness == "strict" and info.exactness != "strict":
+        raise UnsupportedParameterError("exactness", "exactness must be fast: this service does not run with strict")
     most = settings.limits.max_logprobs
     for name, count in ((body.logprobs_name, body.num_logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if (count or 0) > most:

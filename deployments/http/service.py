@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 
-ModelRole = Literal["target", "draft"]
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that requests can name.
@@ -40,7 +37,6 @@ class ServedModel:
     """
 
     name: str
-    role: ModelRole
     max_model_len: int
     vocab_size: int
     eos_token_ids: Tokens = ()
@@ -77,7 +73,6 @@ class ModelInfo:
     """What is served.
 
     Attributes:
-        draft: The draft as a model of its own; None where there is none, or it is not to be called.
         num_speculative_tokens: Draft tokens per round where a request says nothing.
         exactness: Of the target.
         created_s: When the service was started, in seconds since the epoch.
@@ -86,28 +81,21 @@ class ModelInfo:
     """
 
     target: ServedModel
-    draft: ServedModel | None = None
     num_speculative_tokens: int = 0
     exactness: Exactness = "fast"
     created_s: int = 0
     adapters: Mapping[str, ServedModel] = field(default_factory=dict)
-
-    @property
-    def base_models(self) -> tuple[ServedModel, ...]:
-        """The models without their adapters, the target first."""
-        return (self.target,) if self.draft is None else (self.target, self.draft)
 
     def find(self, name: str) -> ServedModel | None:
         """The model that a request calls ``name``: an adapter also with the target's name and a colon before its own.
 
         Takes the same time however many adapters there are.
         """
-        for model in self.base_models:
-            if name == model.name or name in model.other_names:
-                return model
+        names = self.target.name, *self.target.other_names
+        if name in names:
+            return self.target
         base, colon, adapter = name.partition(":")
-        is_of_target = colon and base in (self.target.name, *self.target.other_names)
-        return self.adapters.get(adapter if is_of_target else name)
+        return self.adapters.get(adapter if colon and base in names else name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ _WORKERS: tuple[Part, ...] = ("target", "draft")
 _ROUTER: tuple[Part, ...] = ("router",)
 _INGRESS: tuple[Part, ...] = ("ingress",)
 _FRONT: tuple[Part, ...] = ("ingress", "router")
-_JUDGES: tuple[Part, ...] = ("target", "draft", "router")
+_JUDGES: tuple[Part, ...] = ("target", "router")
 _ALL: tuple[Part, ...] = ("ingress", "router", "target", "draft")
 
 
@@ -140,7 +140,6 @@ def _counter(parts: tuple[Part, ...], figure: str, text: str, labels: tuple[str,
 REPORTED = [
     # What is held now.
     _gauge(_WORKERS, "num_sequences", "Sequences that a worker holds.", name="worker_sequences"),
-    _gauge(_DRAFT, "num_standalone_sequences", "Sequences of these that ask the draft model itself."),
     _gauge(_ROUTER, "num_sessions", "Sequences that a router holds.", name="router_sequences"),
     _gauge(_ROUTER, "num_workers", "Workers that a router is linked to, by kind.", ("kind",), name="router_workers"),
     _gauge(_ROUTER, "min_workers", "Workers that the configuration wants in any case, by kind.", ("kind",)),
@@ -212,7 +211,7 @@ REPORTED = [
     _counter(_TARGET, "num_used_offers", "Offers that came in time, so that something of them was verified."),
     _counter(_TARGET, "num_stale_offers", "Offers of which nothing was verified."),
     _counter(_TARGET, "num_rounds", "Rounds of a target; each step has one for each sequence in it."),
-    _counter(_WORKERS, "num_committed_tokens", "Output tokens that a model decided, discarded ones among them."),
+    _counter(_TARGET, "num_committed_tokens", "Output tokens that a target decided, discarded ones among them."),
     _counter(_TARGET, "num_late_rounds", "Rounds without a draft because the planned one was late."),
     _counter(_TARGET, "num_branch_hits", "Rounds whose outcome was among the branches that were offered."),
     _counter(_TARGET, "num_branch_misses", "Rounds whose outcome was among none of the branches that were offered."),
@@ -284,7 +283,7 @@ REPORTED = [
         "num_token_drafters_off",
         "Sequences whose drafter from tokens raised an error and is asked no more.",
     ),
-    _counter(_WORKERS, "num_errors", "Sequences that a worker ended with an error.", name="worker_errors"),
+    _counter(_TARGET, "num_errors", "Sequences that a target ended with an error.", name="worker_errors"),
     _counter(
         _DRAFT, "num_skipped_sequences", "Sequences for which nothing is drafted any more because they failed there."
     ),

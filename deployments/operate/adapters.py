@@ -156,7 +156,7 @@ def _checked_pair(
     Raises:
         InvalidParameterError: It, or the draft model's, cannot be found, or cannot be served; or the name is a model's.
     """
-    if name in (base.name, f"{base.name}-draft") or name.startswith(f"{base.name}:"):
+    if name == base.name or name.startswith(f"{base.name}:"):
         raise InvalidParameterError("lora_name", f"lora_name: {name} is, or begins like, the name of a model")
     adapter = _checked(config, layers, "target", "lora_path", name, path)
     return adapter, None if draft is None else _checked(config, layers, "draft", "draft_lora_path", name, draft)

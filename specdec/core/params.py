@@ -133,7 +133,6 @@ class SequenceSpec:
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
         prediction: What the client expects the output to be like: a text to draft from. Nothing else depends on it.
             The samples of a request share it.
-        model: Which of the pair decides the tokens; the draft does so without speculation.
         request_id: Of the client's request, for log lines; nothing depends on it.
         trace: Label of the request's trace, W3C's ``traceparent``; empty where nobody traces it. Nothing depends on it.
         wants_times: Whether to note when its rounds were worked on; nothing else depends on it.
@@ -152,7 +151,6 @@ class SequenceSpec:
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
     prediction: SharedTokens = NO_TOKENS
-    model: Literal["target", "draft"] = "target"
     request_id: str = ""
     trace: str = ""
     wants_times: bool = False

@@ -150,16 +150,10 @@ class Fingerprints(Struct, frozen=True):
     Attributes:
         decision: Everything that decides tokens.
         vocabulary: What the token ids mean; a drafter needs no more.
-        draft: Everything that decides tokens where the draft itself is asked; empty where there is none.
     """
 
     decision: str = ""
     vocabulary: str = ""
-    draft: str = ""
-
-    def deciding(self, model: Literal["target", "draft"]) -> str:
-        """Of what decides the tokens of sequences of a model."""
-        return self.decision if model == "target" else self.draft
 
 
 UNKNOWN = Fingerprints()

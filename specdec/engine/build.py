@@ -218,8 +218,8 @@ def build_drafter(
     progress: Progress | None = None,
     *,
     has_branches: bool = True,
-) -> tuple[ModelDrafter, ModelTarget, Built]:
-    """Load a model and make a drafter of it, and a target over the same caches, for those who ask the model itself.
+) -> tuple[ModelDrafter, Built]:
+    """Load a model and make a drafter of it.
 
     A draft model that reads less than ``options.max_model_len`` drafts as far as it reads; one that reads more than its
     target needs no cache for it. One that drafts no branches (``has_branches``) needs no room for them. Raises like
@@ -233,7 +233,7 @@ def build_drafter(
 
 def _build_drafter(
     source: ModelSource, options: BackendOptions, target: ModelSource, progress: Progress | None, has_branches: bool
-) -> tuple[ModelDrafter, ModelTarget, Built]:
+) -> tuple[ModelDrafter, Built]:
     pair = describe_pair(
         target, source, other_vocabulary=options.other_vocabulary, num_step_tokens=options.num_step_tokens
     )
@@ -266,14 +266,13 @@ def _build_drafter(
         num_chained_passes=0 if mapped is not None else options.num_step_tokens if is_parallel else num_passes,
     )
     runner, states = built.runner, SequenceStates(built.runner)
-    sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
         "max_model_len": built.memory.max_model_len,
         "max_num_batched_tokens": _max_num_batched_tokens(built.loaded, options),
     }
-    standalone = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_seqs, **lengths)
-    mapper = None
-    if pair.mapping is not None:
+    if pair.mapping is None:
+        mapper, sampler = None, make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
+    else:
         mapper = VocabularyMapper(pair.mapping)
         sampler = make_sampler(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
 
@@ -297,7 +296,7 @@ def _build_drafter(
     if runner.is_recorded:
         check_recorded_chains(drafter, runner, limits.max_num_seqs, check_recorded_steps(runner))
         check_decisions(sampler, runner.output_device)
-    return drafter, standalone, built
+    return drafter, built
 
 
 def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, options: BackendOptions) -> Sampler:

@@ -216,7 +216,7 @@ class SpeculativeEngine:
                 device_share=draft_options.device_share or shares[1],
                 max_draft_tokens=max(draft_options.max_draft_tokens, num_speculative_tokens),
             )
-            draft_backend, _, _ = build_drafter(draft, draft_options, target, progress, has_branches=False)
+            draft_backend, _ = build_drafter(draft, draft_options, target, progress, has_branches=False)
         defaults = built.loaded.generation_defaults
         remark = defaults.remark(target.path)
         if remark is not None:

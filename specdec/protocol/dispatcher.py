@@ -334,7 +334,7 @@ class Dispatcher:
             session.spec,
             session.plan,
             self.lease_s,
-            fingerprint=fingerprints.deciding(session.spec.model) if is_deciding else fingerprints.vocabulary,
+            fingerprint=fingerprints.decision if is_deciding else fingerprints.vocabulary,
             suspects="" if group is None else group.name,
             output=session.log.tail(len(session.log.prompt)),
             numeric=_numeric(session, link),

@@ -1,7 +1,4 @@
-"""The drafter's state machine: everything it says may be wrong, late or missing.
-
-A drafter whose model can also be asked by itself: two state machines over one model.
-"""
+"""The drafter's state machine: everything it says may be wrong, late or missing."""
 
 from __future__ import annotations
 
@@ -10,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
-from msgspec.structs import replace
-
 from specdec.core.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.core.errors import DeviceLostError
 from specdec.core.log import Extension
-from specdec.core.messages import Ack, Alive, Commit, Live, Message, Offer, Open
+from specdec.core.messages import Commit, Message, Open
 from specdec.drafting.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_sequence import Branch, DraftSequence, Path
 from specdec.protocol.leases import Times, label, labels, microseconds
-from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import BackendMetrics, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
@@ -344,92 +338,3 @@ class DrafterMachine(WorkerMachine[DraftSequence]):
     def _dropped(self, sequence: DraftSequence | None) -> None:
         if sequence is not None:
             self._free(sequence)
-
-
-class DraftWorkerMachine:
-    """Drafts for the target's sequences, and decides the tokens of its own.
-
-    Driven like its parts. A sequence is in one of them: its request names the model that answers.
-
-    Args:
-        drafter: For sequences of the target.
-        standalone: For sequences of the draft model itself; of the same name.
-
-    Attributes:
-        drafter: As given.
-        standalone: As given.
-    """
-
-    def __init__(self, drafter: DrafterMachine, standalone: TargetMachine) -> None:
-        assert drafter.name == standalone.name
-        self.name = drafter.name
-        self.drafter = drafter
-        self.standalone = standalone
-
-    def set_times(self, times: Times) -> None:
-        """Go by other times from now on."""
-        self.drafter.set_times(times)
-        self.standalone.set_times(times)
-
-    def drain(self, now_s: float) -> None:
-        """Take no sequences any more; see :meth:`specdec.protocol.worker.WorkerMachine.drain`."""
-        self.drafter.drain(now_s)
-        self.standalone.drain(now_s)
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether both parts drain, and hold no sequence."""
-        return self.drafter.is_drained and self.standalone.is_drained
-
-    def receive(self, message: Message, now_s: float) -> None:
-        """Take in one message."""
-        match message:
-            case Open(spec=spec):
-                (self.standalone if spec.model == "draft" else self.drafter).receive(message, now_s)
-            case Ack() | Offer():
-                self.standalone.receive(message, now_s)
-            case Live(entries=entries):
-                own = tuple(entry for entry in entries if self.standalone.holds(entry[0]))
-                self.standalone.renew(replace(message, entries=own), now_s)
-                others = tuple(entry for entry in entries if not self.standalone.holds(entry[0]))
-                self.drafter.receive(replace(message, entries=others), now_s)
-            case _:  # to close, or to plan anew: whoever does not hold it does nothing
-                self.drafter.receive(message, now_s)
-                self.standalone.receive(message, now_s)
-
-    def unsendable(self, message: Message, reason: str, now_s: float) -> None:
-        """A message is too long to be sent."""
-        self.standalone.unsendable(message, reason, now_s)
-
-    def step(self, now_s: float) -> bool:
-        """A step of its own sequences, which go first, or one of drafting. True if it did anything."""
-        if self.standalone.step(now_s):
-            self.drafter.expire(now_s)
-            return True
-        return self.drafter.step(now_s)
-
-    def metrics(self) -> dict[str, float]:
-        """The drafter's counters and gauges, with what both parts hold, and the sequences that the other part ended."""
-        standalone, metrics = self.standalone.metrics(), self.drafter.metrics()
-        own = ("num_sequences", "num_steps", "num_errors", "num_failed_steps", "num_suspects", "num_committed_tokens")
-        for name in (*own, *(name for name in standalone if name.startswith("num_refused/"))):
-            metrics[name] = metrics.get(name, 0.0) + standalone[name]
-        return metrics | {"num_standalone_sequences": standalone["num_sequences"]}
-
-    def take_outbox(self) -> dict[str, list[Message]]:
-        """Messages since the last call, by router."""
-        messages = self.drafter.take_outbox()
-        for peer, more in self.standalone.take_outbox().items():
-            messages.setdefault(peer, []).extend(more)
-        return {peer: [self._counted(message) for message in batch] for peer, batch in messages.items()}
-
-    def _counted(self, message: Message) -> Message:
-        """A heartbeat tells of both parts."""
-        if not isinstance(message, Alive):
-            return message
-        num_standalone = self.standalone.metrics()["num_sequences"]
-        num_sequences = message.metrics["num_sequences"] + num_standalone
-        return replace(
-            message,
-            metrics={**message.metrics, "num_sequences": num_sequences, "num_standalone_sequences": num_standalone},
-        )

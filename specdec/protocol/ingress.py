@@ -100,7 +100,7 @@ class IngressMachine:
         self.is_draining = False
         self._times = times
         self._requests: dict[str, Request] = {}
-        self._routers: dict[str, set[str]] = {}  # each with what it refuses: "draining" is all, else of which model
+        self._routers: dict[str, set[str]] = {}  # each with why it refuses: "draining", "model"
         self._num_held: Counter[str] = Counter()
         self._outbox = Outbox()
         self._deliveries: list[TokenDelta] = []
@@ -166,7 +166,7 @@ class IngressMachine:
 
     def router_refused(self, name: str, now_s: float) -> None:
         """A router is of another model, so that there is no link to it; it counts until it is lost."""
-        self._routers[name] = {"target", "draft"}
+        self._routers[name] = {"model"}
         for request in list(self._requests.values()):
             if request.router is None:
                 self._submit(request, now_s)
@@ -229,7 +229,7 @@ class IngressMachine:
     def _on_gone(self, request: Request, why: str, now_s: float) -> None:
         """Submit elsewhere; a router that refuses what is new is not asked again until it is another."""
         if why != "unknown" and request.router in self._routers:
-            self._routers[request.router].add(request.spec.model if why == "model" else why)
+            self._routers[request.router].add(why)
         self._submit(request, now_s)
 
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
@@ -258,8 +258,7 @@ class IngressMachine:
 
         One that drains is of its own model: the router that takes its place may be there in a second.
         """
-        model = request.spec.model
-        if self._routers and all(model in refused for refused in self._routers.values()):
+        if self._routers and all("model" in refused for refused in self._routers.values()):
             finish = request.ended()  # the end that the lost router had sent may be lost, too
             self._finish(request, finish or "error", "" if finish else MODEL_REPLACED)
             return
@@ -270,19 +269,19 @@ class IngressMachine:
         request.last_seen_s = request.wanted_s = now_s
         self._hold(request, self._choose_router(request))
         if request.router is not None:
-            prompt, decision = request.log.prompt, self.fingerprints.deciding(model)
+            prompt, decision = request.log.prompt, self.fingerprints.decision
             output = request.log.tail(len(prompt))
             submit = Submit(
                 request.seq, request.attempt, self.name, prompt, request.spec, decision, output, request.numeric
             )
             self._outbox.put(request.router, submit)
 
-    def _able_routers(self, model: str) -> list[str]:
-        return [name for name, refused in self._routers.items() if refused.isdisjoint(("draining", model))]
+    def _able_routers(self) -> list[str]:
+        return [name for name, refused in self._routers.items() if refused.isdisjoint(("draining", "model"))]
 
     def _choose_router(self, request: Request) -> str | None:
         """Another than the last one, where there is another."""
-        able = self._able_routers(request.spec.model)
+        able = self._able_routers()
         loads = {name: self._num_held[name] for name in able if name != request.router or len(able) == 1}
         if not loads:
             return None

@@ -278,7 +278,7 @@ class RouterMachine:
 
     def _refusal(self, message: Submit) -> str:
         """Why a sequence is not taken; empty if it is."""
-        decision = self.fingerprints.deciding(message.spec.model)
+        decision = self.fingerprints.decision
         if message.decision and decision and message.decision != decision:
             self.counters.num_refused_model += 1
             return "model"

@@ -223,7 +223,7 @@ class Session(LeasedSequence):
         self.suspects: SuspectGroup | None = None
         self.is_tried = False
         self.num_failures = self.num_deaths = 0
-        self.target = WorkerLink("target" if message.spec.model == "target" else DRAFTER)
+        self.target = WorkerLink("target")
         self.drafter = WorkerLink(DRAFTER)
         self.may_draft = True
         self.numeric = message.numeric
@@ -263,7 +263,7 @@ class Session(LeasedSequence):
     @property
     def is_planned(self) -> bool:
         """Whether anything may be drafted for it."""
-        return self.finish is None and self.spec.model == "target"
+        return self.finish is None
 
     def link_epoch(self, link: WorkerLink) -> Epoch:
         """The epoch under which the sequence is open on a link."""

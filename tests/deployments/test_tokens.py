@@ -19,7 +19,7 @@ from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
 from tests.letters import provenance
 
-INFO = ModelInfo(ServedModel("demo", "target", 128, 4096))
+INFO = ModelInfo(ServedModel("demo", 128, 4096))
 
 
 class Ingress:

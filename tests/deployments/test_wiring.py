@@ -51,13 +51,11 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     own = fingerprints(args)
     assert own.decision
     assert own.vocabulary
-    assert own.draft not in ("", own.decision)
     workers.TargetServer(args, 1, 1.0)
     assert started["machine"].fingerprint == own.decision
     assert (started["fingerprints"], started["step_timeout_s"]) == (own, 5)
     workers.DraftServer(args, 1, 1.0)
-    assert started["machine"].drafter.fingerprint == own.vocabulary
-    assert started["machine"].standalone.fingerprint == own.draft
+    assert started["machine"].fingerprint == own.vocabulary
     assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
     limited = args.model_copy(update={"limits": args.limits.model_copy(update={"max_reopens": 7})})
     router.SpeculationRouter(limited)

@@ -20,8 +20,8 @@ _PAGE = Path(__file__).parent.parent / "docs.html"
 @router.get("/")
 async def root(api: ApiOf) -> dict[str, Any]:
     """What this is, and where to go on. It answers without a key, so it names no adapters: those are tenants' own."""
-    models = [model.name for model in api.service.model_info().base_models]
-    known = {"name": "specdec", "version": specdec.__version__, "models": models, "docs": "/docs"}
+    name = api.service.model_info().target.name
+    known = {"name": "specdec", "version": specdec.__version__, "models": [name], "docs": "/docs"}
     return known | ({"ui": "/ui"} if api.settings.ui else {})
 
 
@@ -57,7 +57,7 @@ async def models(api: ApiOf) -> Response:
     """All models that requests can name."""
     info = api.service.model_info()
     others = (replace(info.target, name=name) for name in info.target.other_names)
-    served = [*info.base_models, *others, *info.adapters.values()]
+    served = [info.target, *others, *info.adapters.values()]
 
     def write() -> Response:
         return JSONResponse({"object": "list", "data": [_model(model, info.created_s) for model in served]})

@@ -228,10 +228,8 @@ async function call(path, options = {}) {
 
 /** Ask who is served; shows the form for a key where one is needed. */
 async function connect() {
-  const models = (await (await call("v1/models")).json()).data;
-  model = models[0].id;
-  const hasDraft = models.some(({ id }) => id === `${model}-draft`); // the others are adapters
-  byId("model").textContent = hasDraft ? `${model}, with a draft` : `${model}, without a draft model`;
+  model = (await (await call("v1/models")).json()).data[0].id; // the others are its adapters
+  byId("model").textContent = model;
   byId("access").hidden = true;
 }
 

@@ -41,5 +41,5 @@ def test_a_function_of_ones_own_wraps_or_replaces_a_backend():
     args = AppArgs(block_size=8, backend="tests.cluster.models.test_sources:around:tag=wrapped")
     assert backend_of(args, "target", lambda: "own") == ("target", "own", 8)
     args = AppArgs(backend="tests.cluster.models.test_sources:around")
-    assert backend_of(args, "draft_alone", lambda: "own")[:2] == ("draft_alone", None)
+    assert backend_of(args, "draft", lambda: "own")[:2] == ("draft", None)
     assert backend_of(AppArgs(), "target", lambda: "own") == "own"

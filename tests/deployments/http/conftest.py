@@ -55,9 +55,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         of_target = (self.max_model_len, VOCAB_SIZE, self.eos_token_ids, self.defaults)
-        target = ServedModel("demo", "target", *of_target, weights=self.weights)
-        draft = ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,))
-        info = ModelInfo(target, draft, 4, created_s=7)
+        target = ServedModel("demo", *of_target, weights=self.weights)
+        info = ModelInfo(target, 4, created_s=7)
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
         self.observer = Observer(self.registry, "demo")

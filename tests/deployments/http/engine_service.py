@@ -42,8 +42,8 @@ class EngineService:
     def model_info(self) -> ModelInfo:
         """The target alone can be named."""
         engine = self._engine
-        target = ServedModel("demo", "target", MAX_MODEL_LEN, engine._vocab_size, engine._eos_token_ids)
-        return ModelInfo(target, None, self._most_draft_tokens)
+        target = ServedModel("demo", MAX_MODEL_LEN, engine._vocab_size, engine._eos_token_ids)
+        return ModelInfo(target, self._most_draft_tokens)
 
     async def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
         """Generate it at once, and give it in small pieces."""

@@ -161,15 +161,6 @@ async def test_speculation_metrics_come_when_asked(
     assert (await ask(client, n=2, **asked)).metrics == {"speculative_decoding": None}
 
 
-async def test_the_draft_is_a_model_of_its_own(bench: Bench, client: AsyncOpenAI) -> None:
-    bench.says("ok")
-    answer = await ask(client, model="demo-draft", temperature=None)
-    request = bench.service.opened[0]
-    assert answer.model == "demo-draft"
-    assert (request.spec.model, request.spec.num_speculative_tokens) == ("draft", 0)
-    assert request.spec.sampling.repetition_penalty == 1.0
-
-
 async def test_the_service_refuses_before_a_stream_begins(bench: Bench, client: AsyncOpenAI) -> None:
     bench.script = lambda request: [ServiceUnavailableError("no target is ready")]
     for stream in (False, True):

@@ -62,7 +62,7 @@ async def test_without_one_the_usage_says_nothing_and_without_drafts_none_travel
     answer = await http.post("/v1/chat/completions", json=body)
     assert "completion_tokens_details" not in answer.json()["usage"]
     prediction = {"type": "content", "content": TEXT}
-    for fields in ({"num_speculative_tokens": 0}, {"model": "demo-draft"}):
+    for fields in ({"num_speculative_tokens": 0}, {"disable_spec_decode": True}):
         answer = await http.post("/v1/chat/completions", json=body | {"prediction": prediction} | fields)
         assert answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
         assert bench.service.opened[-1].spec.prediction == NO_TOKENS

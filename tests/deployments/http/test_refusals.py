@@ -151,11 +151,6 @@ MISSPELT: list[tuple[dict[str, Any], str, str]] = [
 WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"model": "demo", "prompt": "x", "stream_options": {}}, "stream_options"),
     ("/v1/chat/completions", {"model": "demo", "messages": MESSAGES, "stream_options": {}}, "stream_options"),
-    (
-        "/v1/completions",
-        {"model": "demo-draft", "prompt": "x", "num_speculative_tokens": 3},
-        "num_speculative_tokens",
-    ),
     ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, "chat_template"),
     ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
     ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),

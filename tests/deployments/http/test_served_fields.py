@@ -207,8 +207,7 @@ async def test_ids_and_fingerprints(bench: Bench, http: httpx2.AsyncClient, toke
     assert {chunk["system_fingerprint"] for chunk in chunks} == {answer["system_fingerprint"]}
     assert answer["system_fingerprint"].startswith("fp_")
     target = bench.service.model_info().target
-    standalone = (await http.post("/v1/completions", json=COMPLETION | {"model": "demo-draft"})).json()
-    assert standalone["system_fingerprint"] != answer["system_fingerprint"] == target.fingerprint
+    assert answer["system_fingerprint"] == target.fingerprint
     assert target.fingerprint == Bench(tokenizer).service.model_info().target.fingerprint
     assert dataclasses.replace(target, decision="another").fingerprint != target.fingerprint
 
@@ -242,7 +241,7 @@ async def test_no_path_of_the_machine_is_told(bench: Bench, http: httpx2.AsyncCl
 
 async def test_pages_for_people_and_probes(bench: Bench, http: httpx2.AsyncClient) -> None:
     root = (await http.get("/")).json()
-    assert root["models"] == ["demo", "demo-draft"]
+    assert root["models"] == ["demo"]
     assert (await http.get("/version")).json() == {"version": root["version"]}
     for method in ("GET", "POST"):
         assert (await http.request(method, "/ping")).status_code == 200

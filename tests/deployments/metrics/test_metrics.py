@@ -19,7 +19,7 @@ from deployments.metrics.replica import MachineMetrics, RayExport, ReplicaMetric
 from specdec.drafting.controller import Controller
 from specdec.drafting.modes import MODES, Bounds
 from specdec.engine.timing import StepMetrics
-from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
@@ -96,8 +96,7 @@ def test_machines_report_what_the_list_names() -> None:
     """Every figure of the list is reported by some machine, but for those that only real or emulated backends have."""
     script = Script(0.8, 0.9, range(5, 50))
     target = TargetMachine("T#1", ScriptedTarget(script, 100), Times())
-    drafter = DrafterMachine("D#1", ScriptedDrafter(script, 100), Times())
-    draft = DraftWorkerMachine(drafter, TargetMachine("D#1", ScriptedTarget(script, 100), Times()))
+    draft = DrafterMachine("D#1", ScriptedDrafter(script, 100), Times())
     controller = Controller(Bounds(4, 4, frozenset(MODES)))
     router = RouterMachine("R#1", controller, Times())
     router.worker_joined("T#1", "target", 0.0)

@@ -134,7 +134,7 @@ def _ingress(keys: dict[str, Any]) -> Ingress:
     ingress._args = ingress._in_force = args
     ingress._keys_file = WatchedFile(args.access.api_keys_file)
     ingress._replica_metrics = SimpleNamespace(registry=CollectorRegistry())
-    ingress._target = ServedModel("m", "target", 100, 100)
+    ingress._target = ServedModel("m", 100, 100)
     ingress._service = RoutedTokens(ModelInfo(ingress._target))
     ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
     ingress._store = ingress._adapters = None

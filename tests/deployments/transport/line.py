@@ -19,7 +19,7 @@ from deployments.transport.endpoints import IngressEndpoint, PeerGroup, RouterEn
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.plans import fixed_plan
-from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
@@ -68,12 +68,11 @@ class Line:
         steps = TargetMachine("t", backend or ScriptedTarget(SCRIPT, max_model_len), times)
         self.worker.start_worker(steps, routers="Router", step_timeout_s=30.0, fingerprints=target)
         self._as(DRAFT, "d")
-        standalone = TargetMachine("d", ScriptedTarget(SCRIPT, max_model_len), times)
-        both = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(SCRIPT, max_model_len), times), standalone)
+        drafts = DrafterMachine("d", ScriptedDrafter(SCRIPT, max_model_len), times)
         self.drafter.start_worker(
-            both, routers="Router", step_timeout_s=30.0, fingerprints=Fingerprints("e", "v"), match="vocabulary"
+            drafts, routers="Router", step_timeout_s=30.0, fingerprints=Fingerprints("e", "v"), match="vocabulary"
         )
-        self.tokens = RoutedTokens(ModelInfo(ServedModel("demo", "target", max_model_len, 4096, (4095,))))
+        self.tokens = RoutedTokens(ModelInfo(ServedModel("demo", max_model_len, 4096, (4095,))))
         self._as("Ingress", "i")
         group = PeerGroup("Router", IngressMachine.router_joined, IngressMachine.router_lost)
         ingress = self.ingress.start_ingress(
@@ -97,7 +96,7 @@ class Line:
 
     async def generate(self, seed: int) -> tuple[int, ...]:
         spec = SequenceSpec(SamplingParams(temperature=1.0), seed=seed, output_start=3, max_tokens=NUM_TOKENS)
-        request = SimpleNamespace(seq=f"s{seed}", prompt=(1, 2, 3), spec=spec, model="target", cache_salt=None)
+        request = SimpleNamespace(seq=f"s{seed}", prompt=(1, 2, 3), spec=spec, cache_salt=None)
         found: tuple[int, ...] = ()
         async for delta in self.tokens.open(request):
             found += delta.tokens

@@ -40,7 +40,6 @@ SPEC = SequenceSpec(
     arrival_s=1.5,
     priority=-2,
     num_speculative_tokens=0,
-    model="draft",
     wants_times=True,
     keeps_numeric=False,
 )
@@ -77,8 +76,8 @@ def test_every_message_arrives_as_it_was() -> None:
 GOLDEN = Path(__file__).with_name("golden.json")
 """By wire version, and by the frame's or message's type, what it is on the wire, in hexadecimal."""
 FRAMES = (
-    Hello("w", "r", "Target", Fingerprints("d", "v", "f"), WIRE_VERSION, "mine"),
-    Greeting("r", Fingerprints("d", "v", "f"), "no", WIRE_VERSION),
+    Hello("w", "r", "Target", Fingerprints("d", "v"), WIRE_VERSION, "mine"),
+    Greeting("r", Fingerprints("d", "v"), "no", WIRE_VERSION),
     *(Messages((message,)) for message in ALL),
 )
 

@@ -79,7 +79,6 @@ class Script:
             eos_token_ids=(EOS,),
             arrival_s=arrival,
             priority=rng.choice((0, 0, 0, 1, -1)),
-            model=rng.choice(("target",) * 5 + ("draft",)),
         )
         true = tuple(rng.randrange(VOCAB) for _ in range(max_model_len + 20))
         spec = replace(spec, prediction=SharedTokens(_nearly(true)))

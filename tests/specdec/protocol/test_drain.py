@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from specdec.core.log import TokenLog
@@ -21,7 +19,7 @@ from specdec.core.messages import (
     Submit,
 )
 from specdec.core.types import Fingerprints
-from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
@@ -35,15 +33,14 @@ from tests.specdec.protocol.test_target import Oracle
 def worker(kind, fingerprint=""):
     if kind == "target":
         return TargetMachine("W", Oracle(), TIMES, fingerprint=fingerprint)
-    drafter = DrafterMachine("W", FaultyDraft(), TIMES, fingerprint=fingerprint)
-    return drafter if kind == "drafter" else DraftWorkerMachine(drafter, TargetMachine("W", Oracle(), TIMES))
+    return DrafterMachine("W", FaultyDraft(), TIMES, fingerprint=fingerprint)
 
 
 def answers(machine):
     return [message for message in machine.take_outbox().get("R", []) if isinstance(message, Resync)]
 
 
-@pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
+@pytest.mark.parametrize("kind", ["target", "drafter"])
 def test_a_worker_without_sequences_tells_its_routers_that_it_drains(kind):
     """Else they would take the end of its link for a death."""
     machine = worker(kind)
@@ -93,7 +90,7 @@ def test_where_all_targets_are_of_another_model_sequences_end():
 
 
 def test_a_router_refuses_another_model_and_names_its_own_to_workers():
-    machine = RouterMachine("R", lambda spec: PLAN, TIMES, fingerprints=Fingerprints("a", "v", "d"))
+    machine = RouterMachine("R", lambda spec: PLAN, TIMES, fingerprints=Fingerprints("a", "v"))
     join(machine, "T0")
     join(machine, "D0")
     for seq, decision in (("mine", "a"), ("any", ""), ("other", "b")):
@@ -108,7 +105,7 @@ def test_a_router_refuses_another_model_and_names_its_own_to_workers():
 
 
 def ingress(*routers):
-    machine = IngressMachine("I", TIMES, fingerprints=Fingerprints("a", "v", "d"))
+    machine = IngressMachine("I", TIMES, fingerprints=Fingerprints("a", "v"))
     for name in routers:
         machine.router_joined(name, 0.0)
     return machine
@@ -214,38 +211,6 @@ def test_a_request_whose_lost_end_its_tokens_tell_ends_so_where_the_model_is_gon
         machine.receive(Gone(message.seq, message.attempt, "model"), 0.0)
     ends = [(delivery.seq, delivery.finish, delivery.reason) for delivery in machine.take_deliveries()]
     assert ends == [("all", "length", ""), ("less", "error", MODEL_REPLACED)]
-
-
-def test_a_draft_that_was_replaced_by_another_ends_its_own_requests_alone():
-    machine, standalone = ingress("R0", "R1"), dataclasses.replace(SPEC, model="draft")
-    machine.start("solo", PROMPT, standalone, 0.0)
-    for _ in range(2):
-        ((_, (message,)),) = machine.take_outbox().items()
-        assert message.decision == "d"
-        machine.receive(Gone("solo", message.attempt, "model"), 0.0)
-    (delivery,) = machine.take_deliveries()
-    assert (delivery.seq, delivery.reason) == ("solo", MODEL_REPLACED)
-    machine.take_outbox()
-    machine.start("s", PROMPT, SPEC, 0.0)
-    assert asked(machine)[0] in ("R0", "R1")
-
-
-def test_routers_and_drafters_take_no_sequence_of_another_draft():
-    machine, standalone = (
-        RouterMachine("R", lambda spec: PLAN, TIMES, fingerprints=Fingerprints("a", "v", "d")),
-        dataclasses.replace(SPEC, model="draft"),
-    )
-    join(machine, "D0")
-    machine.receive(Submit("theirs", 1, "I", PROMPT, standalone, "x"), 0.0)
-    machine.receive(Submit("mine", 1, "I", PROMPT, standalone, "d"), 0.0)
-    sent = machine.take_outbox()
-    assert sent["I"] == [Gone("theirs", 1, "model")]
-    (opening,) = sent["D0"]
-    assert opening.fingerprint == "d"
-    drafter = DrafterMachine("W", FaultyDraft(), TIMES, fingerprint="v")
-    both = DraftWorkerMachine(drafter, TargetMachine("W", Oracle(), TIMES, fingerprint="another d"))
-    both.receive(opening, 0.0)
-    assert [(message.seq, message.why) for message in answers(both)] == [("mine", "model")]
 
 
 def test_an_ingress_that_drains_refuses_requests():

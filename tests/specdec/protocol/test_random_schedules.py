@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from specdec.core.messages import Notes
-from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
 from tests.letters import ACCEPTED, spelled
 from tests.sizes import sized
@@ -56,8 +55,7 @@ def test_notes_add_up_to_the_targets_counters() -> None:
         world.await_clients()
         clients = world.watch.clients.values()
         machines = [node.machine for node in world.nodes.values()]
-        deciding = [m.standalone if isinstance(m, DraftWorkerMachine) else m for m in machines]
-        counters = [machine.counters for machine in deciding if isinstance(machine, TargetMachine)]
+        counters = [machine.counters for machine in machines if isinstance(machine, TargetMachine)]
         notes = sum((client.notes for client in clients), Notes())
         num_accepted += sum(letter in ACCEPTED for letter in spelled(notes))
         assert len(spelled(notes)) == sum(c.num_committed_tokens for c in counters)

@@ -11,7 +11,7 @@ from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.messages import Cancel, Close, Epoch, Open, Plan, Submit
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.engine import InProcessService
-from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT
@@ -102,11 +102,11 @@ def test_a_sequence_is_one_span_on_each_machine_and_the_sums_are_those_of_its_no
     ]
 
 
-@pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
+@pytest.mark.parametrize("kind", ["target", "drafter"])
 def test_what_is_opened_anew_is_another_span_and_each_ends_once(kind: str, spans: Spans) -> None:
     drafter, target = DrafterMachine("W", FaultyDraft(), TIMES), TargetMachine("W", Oracle(), TIMES)
     drafter.tracer, target.tracer = spans.of("drafter"), spans.of("target")
-    machine = {"target": target, "drafter": drafter, "draft worker": DraftWorkerMachine(drafter, target)}[kind]
+    machine = {"target": target, "drafter": drafter}[kind]
     machine.receive(open_message(seq="quiet"), 0.0)
     for n in (0, 0, 1):  # the second is repeated, and changes nothing
         machine.receive(open_message(epoch=Epoch(1, n), trace="r"), 0.0)

@@ -10,7 +10,7 @@ from specdec.core.drafts import OFFERS_KEPT
 from specdec.core.messages import Ack, Cancel, Close, Epoch, Message, Notes, Offer, Open, Submit
 from specdec.core.types import Finish, Tokens
 from specdec.protocol.draft_sequence import DraftSequence
-from specdec.protocol.drafter import DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import LeasedSequence, Times
 from specdec.protocol.router import RouterMachine
@@ -20,7 +20,7 @@ from specdec.protocol.target_sequence import TargetSequence
 from tests.letters import spelled
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
-Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine
+Machine = IngressMachine | RouterMachine | TargetMachine | DrafterMachine
 NEVER = Epoch(-1, 0), 0.0
 LAG = 40
 """Steps within which a drafter has heard of a token, once nothing is lost."""
@@ -41,11 +41,7 @@ class Node:
     @property
     def is_draining(self) -> bool:
         """Whether it takes nothing new."""
-        match self.machine:
-            case DraftWorkerMachine():
-                return self.machine.drafter.is_draining
-            case _:
-                return self.machine.is_draining
+        return self.machine.is_draining
 
     @property
     def sequences(self) -> list[LeasedSequence]:
@@ -55,8 +51,6 @@ class Node:
                 return list(self.machine._sessions)
             case IngressMachine():
                 return []
-            case DraftWorkerMachine():
-                return [*self.machine.drafter._sequences, *self.machine.standalone._sequences]
             case _:
                 return list(self.machine._sequences)
 
@@ -134,7 +128,7 @@ class Watch:
         match message:
             case Offer(seq, epoch) if sender.startswith("D"):
                 self._offers.add((seq, epoch, *_content(message)))
-            case Open(seq, epoch, spec=spec) if peer.startswith("T") or spec.model == "draft":
+            case Open(seq, epoch) if peer.startswith("T"):
                 self._grant(seq, epoch, len(message.prompt) + len(message.output))
                 self.num_opens[seq] += not is_hostile
             case Submit(seq):
@@ -155,9 +149,9 @@ class Watch:
                 lengths.append(len(session.log))
                 for link in session.links[1:] if len(lengths) > LAG else ():
                     machine = None if link.worker is None else nodes[link.worker].machine
-                    if not isinstance(machine, DraftWorkerMachine) or now - link.opened_s < LAG:
+                    if not isinstance(machine, DrafterMachine) or now - link.opened_s < LAG:
                         continue
-                    held = machine.drafter._sequences.current(session.seq, session.link_epoch(link))
+                    held = machine._sequences.current(session.seq, session.link_epoch(link))
                     is_behind = held is not None and len(held.log) < lengths[-1 - LAG]
                     expect(not is_behind, "a drafter does not hear of what is committed")
 

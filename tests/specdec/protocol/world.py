@@ -13,7 +13,7 @@ from specdec.core.params import SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.pair import PairedTarget
-from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
@@ -201,10 +201,8 @@ class World:
                 )
             case "D":
                 drafter = self._draft_backend()
-                standalone, draft = self._target_backend(), _fingerprints(model).draft
-                node.backends = drafter, standalone
-                machine = DrafterMachine(name, drafter, TIMES)
-                node.machine = DraftWorkerMachine(machine, TargetMachine(name, standalone, TIMES, fingerprint=draft))
+                node.backends = (drafter,)
+                node.machine = DrafterMachine(name, drafter, TIMES)
 
     def _target_backend(self) -> ScriptedTarget:
         backend = ScriptedTarget(
@@ -371,8 +369,8 @@ class World:
             self.counts["accepted"] += sum(letter in ACCEPTED for letter in how)
             self.counts["predicted"] += how.count("x")
         for node in self.nodes.values():
-            if isinstance(node.machine, DraftWorkerMachine):
-                self.counts["promoted"] += node.machine.drafter.counters.num_promoted
+            if isinstance(node.machine, DrafterMachine):
+                self.counts["promoted"] += node.machine.counters.num_promoted
             elif isinstance(node.machine, TargetMachine):
                 counters = node.machine.counters
                 self.counts["branch hits"] += counters.num_branch_hits
@@ -407,4 +405,4 @@ def run_schedule(seed: int) -> Result:
 
 
 def _fingerprints(model: str) -> Fingerprints:
-    return Fingerprints(decision=model, draft=f"the draft of {model}")
+    return Fingerprints(decision=model)

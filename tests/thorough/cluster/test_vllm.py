@@ -101,11 +101,3 @@ def test_the_engine_decides_tokens_but_in_float32() -> None:
 def test_a_draft_of_one_token_has_room_where_nobody_drafts() -> None:
     assert vllm_options(validated(AppArgs, {"num_speculative_tokens": 0})).max_draft == 1
     assert vllm_options(validated(AppArgs, {"num_speculative_tokens": 6})).max_draft == 6
-
-
-def test_a_process_with_vllm_says_nothing_of_the_draft() -> None:
-    """It has other libraries, which would give the draft another fingerprint."""
-    args = validated(AppArgs, {"target": {"engine": "vllm"}, "draft": {"dtype": "bfloat16"}})
-    assert fingerprints(args, of_draft=False).draft == ""
-    assert fingerprints(args, of_draft=False).decision == fingerprints(args).decision
-    assert fingerprints(args).draft

@@ -66,7 +66,7 @@ def reference(folder: str, tokens: list[int], count: int) -> list[int]:
 
 
 def test_a_pass_gives_what_the_plain_model_says_in_the_place_of_masks(draft: ModelSource) -> None:
-    drafter, _, _ = build_drafter(draft, DRAFT_OPTIONS, TARGET)
+    drafter, _ = build_drafter(draft, DRAFT_OPTIONS, TARGET)
     tokens = load_tokenizer(TARGET)(PROMPTS[1]).input_ids
     (first,) = drafter.propose([job(tokens, 9)])
     assert said(first) == reference(draft.path, tokens, NUM_STEP_TOKENS)
@@ -84,7 +84,7 @@ def test_a_pass_gives_what_the_plain_model_says_in_the_place_of_masks(draft: Mod
 
 
 def test_no_pass_reaches_beyond_what_the_model_can_read(draft: ModelSource) -> None:
-    drafter, _, _ = build_drafter(draft, replace(DRAFT_OPTIONS, max_model_len=32), TARGET)
+    drafter, _ = build_drafter(draft, replace(DRAFT_OPTIONS, max_model_len=32), TARGET)
     for length, count in ((27, 5), (30, 3), (31, 2), (32, 1)):
         (proposal,) = drafter.propose([job([*range(3, 3 + length)], 9)])
         assert len(said(proposal)) == count
@@ -116,7 +116,7 @@ def test_texts_are_those_of_plain_decoding(target: ModelSource, draft: ModelSour
 
 def test_branches_are_drafted_whole_in_one_step(draft: ModelSource) -> None:
     target, _ = build_target(TARGET, OPTIONS)
-    drafter, _, _ = build_drafter(draft, DRAFT_OPTIONS, TARGET)
+    drafter, _ = build_drafter(draft, DRAFT_OPTIONS, TARGET)
     prompts = load_tokenizer(TARGET)(PROMPTS).input_ids
     service = run_with_branches(target, drafter, prompts, Plan(3, 8, acceptance_rate=0.5), 2)
     counters = service.drafter.counters
@@ -134,5 +134,5 @@ def test_the_mask_token_is_found_by_its_other_name(draft: ModelSource, tmp_path:
     fields = json.loads(file.read_text())
     fields["ptd_token_id"] = fields.pop("pard_token")
     file.write_text(json.dumps(fields))
-    drafter, _, _ = build_drafter(source(tmp_path / "draft"), DRAFT_OPTIONS, TARGET)
+    drafter, _ = build_drafter(source(tmp_path / "draft"), DRAFT_OPTIONS, TARGET)
     assert drafter.metrics()["num_step_tokens"] == NUM_STEP_TOKENS

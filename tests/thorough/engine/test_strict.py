@@ -68,7 +68,7 @@ def test_nothing_depends_on_drafts_or_on_others(
     target, _ = build_target(source, options)
     plain = InProcessService(target, None, 0)
     alone = [said(collect(plain, [replace(case, num_speculative_tokens=0)])[0]) for case in cases]
-    drafter, _, _ = build_drafter(demo("draft"), options, source)
+    drafter, _ = build_drafter(demo("draft"), options, source)
     scarce, _ = build_target(source, replace(options, max_model_len=96, kv_cache_memory=2 << 20))
     service = InProcessService(scarce, drafter, 4)
     outputs = {name: Output() for name in start(service, cases[:4])}

@@ -46,7 +46,7 @@ async def test_an_adapter_is_named_alone_or_after_its_model(name: str, service: 
 
 async def test_adapters_are_listed_with_parent_and_root(http: httpx2.AsyncClient) -> None:
     listed = {one["id"]: one for one in (await http.get("/v1/models")).json()["data"]}
-    assert list(listed) == ["demo", "demo-draft", "sql"]
+    assert list(listed) == ["demo", "sql"]
     assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("demo", "sql"), "no path of this machine"
     assert listed["demo"]["parent"] is None
     assert (await http.get("/v1/models/demo:sql")).json() == listed["sql"]
@@ -96,13 +96,13 @@ async def test_a_request_looks_its_adapter_up_and_walks_over_none(service: Servi
 
     info = service.bench.service.model_info()
     service.bench.service._info = replace(info, adapters=Looked(info.adapters))
-    for name in ("sql", "demo:sql", "demo", "demo-draft"):
+    for name in ("sql", "demo:sql", "demo"):
         assert (await post("completions", model=name, prompt="x"))[0] == 200
-    assert [bool(request.spec.adapter) for request in service.asked] == [True, True, False, False]
+    assert [bool(request.spec.adapter) for request in service.asked] == [True, True, False]
 
 
 async def test_the_open_page_names_no_adapter(http: httpx2.AsyncClient) -> None:
-    assert (await http.get("/")).json()["models"] == ["demo", "demo-draft"]
+    assert (await http.get("/")).json()["models"] == ["demo"]
 
 
 async def test_a_name_changes_its_adapter_only_where_that_is_said(service: Service, post: Post) -> None:

@@ -241,12 +241,6 @@ async def test_a_failure_before_the_first_token_has_a_status(bench: Bench, http:
         assert (await http.post(PATH, json=ASK | {"stream": stream})).status_code == 500
 
 
-async def test_the_demo_draft_is_a_model_of_its_own(bench: Bench, http: httpx2.AsyncClient) -> None:
-    bench.says("ok")
-    assert (await whole(http, model="demo-draft"))["model"] == "demo-draft"
-    assert bench.service.opened[0].spec.model == "draft"
-
-
 async def test_the_oldest_turns_go_where_a_conversation_is_too_long_and_no_more_than_must(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
