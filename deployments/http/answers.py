@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.http.api import Api
 from deployments.http.errors import ClientGoneError, api_error
-from deployments.http.generation import Generation, SampleDelta
+from deployments.http.generation import Generation, JoinedDeltas, SampleDelta
 from deployments.http.job import Job
 from deployments.http.writing import Event, Json, Writer, json_bytes
 
@@ -45,28 +45,29 @@ async def _generating(api: Api, job: Job) -> AsyncIterator[Generation]:
 
 async def _whole(api: Api, job: Job, writer: Writer) -> Response:
     """Generate everything, then write it down."""
-    choices: dict[int, SampleDelta] = {}
+    pieces = [JoinedDeltas() for _ in job.sequences]
     async with _generating(api, job) as generation:
         async for delta in generation:
-            before = choices.get(delta.index)
-            choices[delta.index] = delta if before is None else before + delta
-            del delta, before
-        num_tokens = {index: len(choice.token_ids) for index, choice in choices.items()}
+            pieces[delta.index].append(delta)
+            del delta
+        choices = [choice.pop() for choice in pieces]
+        num_tokens = [len(choice.token_ids) for choice in choices]
         held: list[Json] = []
 
         # Log probabilities of a long prompt are millions of objects: threads let go of them, not the event loop.
         def write() -> None:
             generation.forget_prompts()
-            held.append(writer.whole([choices.pop(index) for index in range(len(job.sequences))], generation))
+            held.append(writer.whole(choices, generation))
+            choices.clear()
 
-        count = _num_prompt_ids(job) + sum(_num_entries(job, delta) for delta in choices.values())
+        count = _num_prompt_ids(job) + sum(_num_entries(job, delta) for delta in choices)
         await api.write(count, write)
         warning = await writer.settle(generation)
         written = await api.write(count, lambda: json_bytes(held.pop()), writer.num_repeated)
         response = Response(written, media_type="application/json")
         if warning:
             response.headers[WARNING] = warning
-        for index, num_delivered in num_tokens.items():
+        for index, num_delivered in enumerate(num_tokens):
             generation.delivered(index, num_delivered)
     return response
 

@@ -77,6 +77,30 @@ class SampleDelta:
         )
 
 
+class JoinedDeltas:
+    """All pieces of one choice as one.
+
+    Adding two pieces copies both. A piece is added to the one before it only when that has no more tokens, so a token
+    is copied about as often as the number of tokens can be halved.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[SampleDelta] = []
+
+    def append(self, delta: SampleDelta) -> None:
+        """Take the next piece."""
+        while self._runs and len(self._runs[-1].token_ids) <= len(delta.token_ids):
+            delta = self._runs.pop() + delta
+        self._runs.append(delta)
+
+    def pop(self) -> SampleDelta:
+        """Give up the whole choice, which has at least one piece."""
+        whole = self._runs.pop()
+        while self._runs:
+            whole = self._runs.pop() + whole
+        return whole
+
+
 class Generation:
     """Runs a job's sequences: an asynchronous context, inside which it iterates over what comes, as it comes.
 
