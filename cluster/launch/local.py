@@ -25,14 +25,13 @@ from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.environment import prepare_for_ray
 from cluster.config.names import APPLICATION_NAME, INGRESS, LOCAL_APPLICATION, STATUS, STATUS_PARTS, loads_model
 from cluster.launch.placement import placement_of, ray_devices
+from cluster.launch.replicas import PATIENCE_S, ask_running
 from cluster.launch.startup import starting
 from cluster.launch.supervise import is_alive
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.core.types import Progress
 
 POLL_S = 0.2
-PATIENCE_S = 5.0
-"""How long the replicas may take to answer one question."""
 
 
 def drain_ingress(
@@ -44,7 +43,7 @@ def drain_ingress(
     """Tell every replica of the ingress to refuse new requests, and wait for the requests that run.
 
     The replicas stay where they are and go on answering: a new request gets a 503 with ``Retry-After``. A replica that
-    starts meanwhile gets this as well.
+    starts meanwhile gets this as well. A replica that has died is not waited for; one that does not answer is.
 
     Args:
         handle: Serve's handle of the ingress. Its replicas have a method ``drain_requests``, which says how
@@ -64,7 +63,8 @@ async def _drain(
 ) -> bool:
     reported: int | None = 0
     while is_alive():
-        num_running = await _ask(handle)
+        answers = await ask_running(handle, "drain_requests")
+        num_running = None if answers is None else sum(answers)
         if num_running == 0:
             return True
         if num_running != reported:
@@ -74,18 +74,6 @@ async def _drain(
             return False
         await asyncio.sleep(POLL_S)
     return False
-
-
-async def _ask(handle: Any) -> int | None:
-    """How many requests run on all replicas together, but for those that are gone; None where one hangs."""
-    try:
-        asked = handle.broadcast("drain_requests").results_async(return_exceptions=True)
-        answers = await asyncio.wait_for(asked, PATIENCE_S)
-    except TimeoutError:
-        return None
-    except Exception:  # no replica is left
-        return 0
-    return sum(int(answer) for answer in answers if not isinstance(answer, BaseException))
 
 
 OBJECT_STORE_BYTES = 256 << 20

@@ -14,12 +14,11 @@ from typing import Any, Literal
 from ray import serve
 
 from cluster.config.names import INGRESS
+from cluster.launch.replicas import PATIENCE_S, ask_all
 from specdec.drafting.plans import WorkerKind
 
 logger = logging.getLogger("ray.serve")
 
-PATIENCE_S = 2.0
-"""How long a replica may take to answer."""
 QUICK_S = 0.5
 """How long whoever asks waits for replicas that are late, where something is known without them."""
 STALE_S = 10.0
@@ -70,19 +69,18 @@ class ReplicaPoll:
         return self.answers
 
     async def _ask(self) -> None:
-        await self._ask_all(time.monotonic() + PATIENCE_S)
+        await self._ask_all()
         self._ended_s = time.monotonic()
 
-    async def _ask_all(self, by_s: float) -> None:
+    async def _ask_all(self) -> None:
         try:
-            found = await asyncio.wait_for(self._replicas(), by_s - time.monotonic())
+            results = await ask_all(self._handle(), self._method, self._come.append)
         except Exception as error:  # no application, no replica
             is_news, self._silence = repr(error) != self._silence, repr(error)
             logger.log(logging.INFO if is_news else logging.DEBUG, "Nobody answers %s: %r", self._method, error)
             self.answers = []
             return
         self._silence = ""
-        results = await asyncio.gather(*(self._answer_of(replica, by_s) for replica in found), return_exceptions=True)
         failed = [answer for answer in results if isinstance(answer, BaseException)]
         answers = [answer for answer in results if not isinstance(answer, BaseException)]
         self.num_failures += len(failed)
@@ -94,16 +92,6 @@ class ReplicaPoll:
             self._answered_s = time.monotonic()
         if not all_hang or time.monotonic() - self._answered_s > STALE_S:
             self.answers = answers
-
-    async def _answer_of(self, replica: Any, by_s: float) -> Any:
-        answer = await asyncio.wait_for(replica.get_async(), by_s - time.monotonic())
-        self._come.append(answer)
-        return answer
-
-    async def _replicas(self) -> list[Any]:
-        """One pending answer for each replica: Serve's public method gives all answers or, where one hangs, none."""
-        found: list[Any] = await self._handle().broadcast(self._method)._fetch_replica_results_async()
-        return found
 
 
 RequiredPart = Literal["ingress", "router", "target"]

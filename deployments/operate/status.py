@@ -26,12 +26,13 @@ from cluster.config.environment import api_keys
 from cluster.config.limits import names
 from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET, loads_model
 from cluster.launch.local import describe, last_line
+from cluster.launch.replicas import PATIENCE_S
 from cluster.launch.startup import starting
 from deployments.http.errors import ApiError
 from deployments.http.keys import ApiKeys
 from deployments.metrics.page import metrics_page
 from deployments.operate.live import WatchedFile
-from deployments.operate.readiness import PATIENCE_S, ReplicaPoll, missing_parts
+from deployments.operate.readiness import ReplicaPoll, missing_parts
 from deployments.transport.discovery import HEALTH_OPTIONS
 from specdec.core.errors import SpecdecError
 

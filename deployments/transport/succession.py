@@ -12,43 +12,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import DeploymentUnavailableError
 
+from cluster.launch.replicas import ask_running
 from deployments.transport.wire import FingerprintKind, Identity, mismatch
 
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.5
 """How often replicas are asked what they are."""
-PATIENCE_S = 2.0
-"""How long they may take to answer."""
 
 Ask = Callable[[str], Awaitable[Sequence[Identity] | None]]
 """Gives what the running replicas of a deployment are; None where that is unknown."""
 
 
 async def running_replicas(deployment: str) -> list[Identity] | None:
-    """What the running replicas of a deployment of this application are; None where one does not answer in time."""
-    app_name = serve.get_replica_context().app_name
-    try:
-        handle: Any = serve.get_deployment_handle(deployment, app_name)
-        asked = handle.broadcast("identity")
-        answers = await asked.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
-    except DeploymentUnavailableError:  # also where a new handle does not know of any replica yet
-        return None if await asyncio.to_thread(_has_running, deployment, app_name) else []
-    except (RayError, TimeoutError):
-        return None
-    return [answer for answer in answers if isinstance(answer, Identity)]
-
-
-def _has_running(deployment: str, app_name: str) -> bool:
-    application = serve.status().applications.get(app_name)
-    found = None if application is None else application.deployments.get(deployment)
-    return found is not None and found.replica_states.get("RUNNING", 0) > 0
+    """What the running replicas of a deployment of this application are; None where one does not answer."""
+    handle = serve.get_deployment_handle(deployment, serve.get_replica_context().app_name)
+    return await ask_running(handle, "identity")
 
 
 class Succession:

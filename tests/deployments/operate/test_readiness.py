@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.operate.readiness import PATIENCE_S, ReplicaPoll, Workers, missing_parts
+from cluster.launch.replicas import PATIENCE_S
+from deployments.operate.readiness import ReplicaPoll, Workers, missing_parts
 
 ROUTER: Workers = {"T#1": ("target", False)}
 
@@ -75,7 +76,7 @@ async def test_a_replica_that_fails_costs_no_other_ones_answer() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.operate.readiness.PATIENCE_S", PATIENCE_S / 100)
+    monkeypatch.setattr("cluster.launch.replicas.PATIENCE_S", PATIENCE_S / 100)
 
 
 async def test_a_replica_that_hangs_costs_no_other_ones_answer(
@@ -111,7 +112,7 @@ async def test_answers_that_are_old_are_dropped(impatient: None, monkeypatch: py
 async def test_nobody_waits_long_for_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come is told, then what is known; only where nothing is known all are waited for."""
     monkeypatch.setattr("deployments.operate.readiness.QUICK_S", 0.01)
-    monkeypatch.setattr("deployments.operate.readiness.PATIENCE_S", 60.0)
+    monkeypatch.setattr("cluster.launch.replicas.PATIENCE_S", 60.0)
     handle = Handle("", HANGS, "draining")
     ingresses = asked(handle)
     async with asyncio.timeout(10):
