@@ -29,6 +29,7 @@ from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import serve_tracer
 from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.operate.live import LiveKeys, WatchedFile
+from deployments.operate.readiness import ReplicaPoll
 from deployments.operate.stores import open_store
 from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
@@ -45,6 +46,8 @@ logger = logging.getLogger("ray.serve")
 
 _READ_S = 3.0
 """How long a start waits for what was loaded: without it, requests ask for what they do not find."""
+_READY_S = 1.0
+"""For how long the routers' answer holds to whether there is a target."""
 ROUTERS = PeerGroup(
     ROUTER, IngressMachine.router_joined, IngressMachine.router_lost, refused=IngressMachine.router_refused
 )
@@ -64,7 +67,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         check_node()
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
-        self._router = router
         own = fingerprints(args)
         info = model_info(args, own)
         self._target = info.target
@@ -80,7 +82,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
         self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
-        self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
+        routers = ReplicaPoll(lambda: router, "workers", _READY_S)
+        self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()), routers.get)
         if self._adapters is not None:
             self._adapters.start()
             self._closers.append(self._adapters.close)

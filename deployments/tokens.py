@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from deployments.http.service import ModelInfo, SequenceRequest, ServedModel
+from deployments.operate.readiness import Workers, missing_parts
 from deployments.transport.host import LoopHost
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
 from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, NUMERIC_CONTRACT, IngressMachine, TokenDelta
@@ -15,6 +16,14 @@ from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, NUMERIC_CONTRACT,
 FAILED = "this ingress has failed"
 PASSING = frozenset({FAILED, DRAINING, MODEL_REPLACED, NUMERIC_CONTRACT})
 """Reasons of an error for which the same request may be sent again: elsewhere, or later, it may succeed."""
+
+
+AskRouters = Callable[[], Awaitable[Sequence[Workers]]]
+"""Gives the workers of each router that answers."""
+
+
+async def _no_router() -> Sequence[Workers]:
+    return ()
 
 
 class Inbox:
@@ -57,11 +66,14 @@ class RoutedTokens:
         self._inboxes: dict[str, Inbox] = {}
         self._host: LoopHost[IngressMachine] | None = None
         self._has_router: Callable[[], bool] = lambda: False
+        self._ask_routers: AskRouters = _no_router
         self.is_draining = False
 
-    def connect(self, host: LoopHost[IngressMachine], has_router: Callable[[], bool]) -> None:
+    def connect(
+        self, host: LoopHost[IngressMachine], has_router: Callable[[], bool], ask_routers: AskRouters = _no_router
+    ) -> None:
         """Take requests from now on."""
-        self._host, self._has_router = host, has_router
+        self._host, self._has_router, self._ask_routers = host, has_router, ask_routers
         host.on_failed = self.fail
 
     def deliver(self, machine: IngressMachine) -> None:
@@ -121,6 +133,16 @@ class RoutedTokens:
         refusal = self.refusal()
         if refusal:
             raise ServiceUnavailableError(refusal)
+
+    async def check_ready(self) -> None:
+        """Return if sequences are taken, and a router has a target for them.
+
+        Raises:
+            ServiceUnavailableError: Something is missing.
+        """
+        missing = missing_parts([self.refusal()], await self._ask_routers())
+        if missing:
+            raise ServiceUnavailableError("; ".join(f"{part}: {why}" for part, why in missing.items()))
 
     async def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
         """Generate one sequence; closing the generator cancels it.

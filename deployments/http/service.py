@@ -146,6 +146,14 @@ class TokenService(Protocol):
         """
         ...
 
+    async def check_ready(self) -> None:
+        """Return if requests are taken, and a target computes them now.
+
+        Raises:
+            ServiceUnavailableError: The message says what is missing.
+        """
+        ...
+
 
 UnknownFields = Literal["ignore", "refuse"]
 UnsupportedTools = Literal["refuse", "drop"]

@@ -34,8 +34,8 @@ async def version() -> dict[str, str]:
 @router.get("/ping")
 @router.post("/ping")
 async def ping(api: ApiOf) -> Response:
-    """200 while requests can be served, else 503; what SageMaker asks."""
-    api.service.check_health()
+    """200 while a target computes requests, else 503; what SageMaker asks."""
+    await api.service.check_ready()
     return Response()
 
 
@@ -47,8 +47,8 @@ async def docs() -> FileResponse:
 
 @router.get("/health")
 async def health(api: ApiOf) -> Response:
-    """200 while requests can be served, else 503."""
-    api.service.check_health()
+    """200 while a target computes requests, else 503."""
+    await api.service.check_ready()
     return Response()
 
 

@@ -59,3 +59,6 @@ class EngineService:
 
     def check_health(self) -> None:
         """It is always well."""
+
+    async def check_ready(self) -> None:
+        """It is always well."""

@@ -64,6 +64,10 @@ class ScriptedService:
         """Fail while ``unhealthy`` is set."""
         self.model_info()
 
+    async def check_ready(self) -> None:
+        """As ``check_health``."""
+        self.check_health()
+
 
 def rounds(
     tokens: Sequence[int],
