@@ -121,6 +121,8 @@ class GenerationResult:
         error: What went wrong, where ``finish_reason`` is ``error``.
         stats: What speculation did in this sequence.
         duration_s: Time from the call to the sequence's last token.
+        prompt_token_ids: What was continued.
+        spec: All that decided the tokens: the seed as used, and sampling with defaults filled in.
         logprobs: One entry per token of ``token_ids``, where they were asked for; see :class:`TokenEvent`.
         prompt_logprobs: One entry per prompt token, where they were asked for.
     """
@@ -130,6 +132,8 @@ class GenerationResult:
     finish_reason: Finish
     stats: SpecStats
     duration_s: float
+    prompt_token_ids: tuple[int, ...]
+    spec: SequenceSpec
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     error: str = ""
@@ -181,6 +185,8 @@ class RunningSequence:
             self.finish_reason,
             self.stats,
             self.ended_s - started_s,
+            tuple(self.prompt),
+            self.spec,
             None if sampling.logprobs is None else tuple(entries),
             prompt_logprobs[0] if prompt_logprobs else None,
             self.error,

@@ -18,7 +18,7 @@ APART = T | {"separate_draft": True}
 PLACED = {"actors": {"target": {"num_gpus": 1}, "draft": {"num_gpus": 0.5, "num_cpus": 1}}}
 
 COMMANDS: list[tuple[str, str]] = [
-    ("frobnicate", "'serve', 'generate', 'config', 'render', 'demo', 'doctor'"),
+    ("frobnicate", "'serve', 'generate', 'replay', 'config', 'render', 'demo', 'doctor'"),
     ("serve --prot 8", "unknown argument --prot; did you mean --port?"),
     ("serve --num-spec 3", "unknown argument --num-spec; did you mean --max-num-seqs?"),
     ("serve --bogus 3", "unknown argument --bogus; see specdec serve --help"),
