@@ -1,4 +1,4 @@
-"""The application, its deployments bound to each other, and the drafters that several applications may share.
+"""The builders of the service's application and of its draft model's.
 
 No postponed annotations here: Serve makes the builder's argument by the class that its annotation is.
 """
@@ -10,18 +10,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import Field, model_validator
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
 from cluster.config.app import AppArgs
-from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
-from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
+from cluster.config.names import (
+    APPLICATION_NAME,
+    DRAFT,
+    DRAFT_APPLICATION,
+    DRAFT_APPLICATION_NAME,
+    INGRESS,
+    ROUTER,
+    TARGET,
+)
 from cluster.config.replicas import ReplicaRange, scaling
+from cluster.launch.applications import of_draft, of_service
 from cluster.launch.capacity import plan_updates, ray_nodes
-from cluster.launch.placement import ActorShare, placement_of, ray_devices, with_pair_placed
+from cluster.launch.placement import ActorShare, Placement, placement_of, ray_devices, with_pair_placed
 from cluster.models.download import check_models
 from cluster.models.identity import fingerprints
 from cluster.models.sources import configured_pair, draft_source, read_template, target_source
@@ -32,6 +39,7 @@ from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
 from deployments.transport.discovery import HEALTH_OPTIONS, pinned_options
 from deployments.workers import DraftServer, TargetServer
+from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.models.loading import load_tokenizer
 from specdec.structured.parsing.selection import AnswerForms
 
@@ -42,7 +50,7 @@ _MOST_REQUESTS = 100_000
 
 
 def build_app(args: AppArgs) -> Application:
-    """Build the application, for ``serve.run`` and for ``import_path`` in Serve's own YAML.
+    """Build the service's application, for ``serve.run`` and for ``import_path`` in Serve's own YAML.
 
     Args:
         args: What to serve; Serve makes it of the ``args`` of its YAML, and refuses what does not fit.
@@ -50,30 +58,68 @@ def build_app(args: AppArgs) -> Application:
     Raises:
         SpecdecError: No replica could serve that. Serve then leaves the version before as it is.
     """
-    return _build_app(args, is_local=False)
-
-
-def _build_app(args: AppArgs, *, is_local: bool) -> Application:
+    if args.has_own_draft:
+        raise InvalidParameterError(
+            "draft.model",
+            f"draft.model: the draft model is an application of its own ({DRAFT_APPLICATION}): name that one here as "
+            "draft.application",
+        )
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
+    return _service(args, placement_of(args, ray_devices()))
+
+
+def build_draft(args: dict[str, Any], user_config: Mapping[str, Any] = MappingProxyType({})) -> Application:
+    """Build the draft model's application: refuses nothing, as KubeRay waits until all applications run.
+
+    Args:
+        args: Keys of :class:`AppArgs` that a drafter goes by. What is wrong is said by the replica.
+        user_config: Whom it serves (:func:`cluster.launch.applications.draft_args`), where no Serve YAML says it.
+    """
+    try:
+        draft = args.get("draft", {})
+        has_model = isinstance(draft, str) or draft.get("model") is not None
+        parsed = AppArgs.model_validate({**args, "target": {"model": "unknown"}} if has_model else args)
+        share = placement_of(parsed, ray_devices(), has_target=False).draft
+    except (ValueError, SpecdecError) as error:
+        logger.error("The draft model's application cannot be as its args say: %s", error)
+        parsed, share = AppArgs(), ActorShare({"num_cpus": 0})
+    return _draft(parsed, args, share, user_config)
+
+
+def build_local(args: AppArgs) -> dict[str, Application]:
+    """Build all applications for one machine, where no node can come, as ``specdec serve`` does; by their names.
+
+    Raises:
+        SpecdecError: They cannot be served here.
+    """
+    check_ray(args.access.allow_unauthenticated_ray)
+    check_files(args)
+    devices = ray_devices()
+    args = with_pair_placed(args, devices)
+    placement = placement_of(args, devices, can_grow=False)
+    applications = {APPLICATION_NAME: _service(of_service(args), placement)}
+    if args.has_own_draft:
+        fixed, config = of_draft(args)
+        applications[DRAFT_APPLICATION_NAME] = _draft(args, fixed, placement.draft, config)
+    return applications
+
+
+def _service(args: AppArgs, placement: Placement) -> Application:
     engine = check_engine(args)
     if engine is not None:
         logger.info(engine)
-    devices = ray_devices()
-    if is_local:
-        args = with_pair_placed(args, devices)
-    placement, nodes = placement_of(args, devices, can_grow=not is_local), ray_nodes()
-    parts: list[Part] = (
-        ["target", "draft", "router", "ingress"] if args.has_own_draft else ["target", "router", "ingress"]
-    )
-    updates = plan_updates(args.updates, args.replicas, placement, nodes, parts)
+    updates = plan_updates(args.updates, args.replicas, placement, ray_nodes(), ("target", "router", "ingress"))
     surge = updates.surge_percent
     for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)
-    environment = runtime_env(args)
-    workers = [_worker(TargetServer, "target", args, placement.target, surge["target"], environment=environment)]
-    if args.has_own_draft:
-        workers.append(_worker(DraftServer, "draft", args, placement.draft, surge["draft"]))
+    share, environment = placement.target, runtime_env(args)
+    target = serve.deployment(TargetServer, name=TARGET).options(
+        **replica_options(args.replicas.target, "target"),
+        ray_actor_options=share.ray_actor_options | ({"runtime_env": environment} if environment else {}),
+        max_surge_percent=surge["target"],
+        **pinned_options(args.drain_timeout_s),
+    )
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
         **replica_options(args.replicas.router, "router"),
         ray_actor_options=placement.router.ray_actor_options,
@@ -90,42 +136,22 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return ingress.bind(args, router.bind(args, *workers))
+    return ingress.bind(args, router.bind(args, target.bind(args, share.num_torch_threads, share.num_gpus)))
 
 
-def build_local_app(args: AppArgs) -> Application:
-    """Build the application for one machine, where no node can come, as ``specdec serve`` does."""
-    return _build_app(args, is_local=True)
-
-
-class DraftPoolArgs(AppArgs):
-    """Arguments of the pool's builder: those of an application whose target has the vocabulary, and whom it serves."""
-
-    applications: tuple[str, ...] = Field(
-        min_length=1, description="names of the applications that it drafts for, each of which names it as a pool"
-    )
-
-    @model_validator(mode="after")
-    def _has_a_model(self) -> "DraftPoolArgs":
-        if not self.has_own_draft:
-            raise refused_key("draft.model", "draft.model: a pool needs a draft model of its own")
-        return self
-
-    def app_args(self) -> AppArgs:
-        """The part that a drafter takes."""
-        return AppArgs.model_validate(self.model_dump(exclude_unset=True, exclude={"applications"}))
-
-
-def build_draft_pool(pool: DraftPoolArgs) -> Application:
-    """Build an application of drafters alone, without a route; takes and raises what :func:`build_app` does."""
-    args = pool.app_args()
-    check_ray(args.access.allow_unauthenticated_ray)
-    check_files(args)
-    placement, nodes = placement_of(args, ray_devices(), has_target=False), ray_nodes()
-    updates = plan_updates(args.updates, args.replicas, placement, nodes, ["draft"])
-    for remark in (*placement.remarks, *updates.remarks):
+def _draft(args: AppArgs, given: dict[str, Any], share: ActorShare, user_config: Mapping[str, Any]) -> Application:
+    placement = Placement(share, share, share, share)
+    updates = plan_updates(args.updates, args.replicas, placement, ray_nodes(), ("draft",))
+    for remark in updates.remarks:
         logger.info(remark)
-    return _worker(DraftServer, "draft", args, placement.draft, updates.surge_percent["draft"], pool.applications)
+    draft = serve.deployment(DraftServer, name=DRAFT).options(
+        **replica_options(args.replicas.draft, "draft"),
+        ray_actor_options=share.ray_actor_options,
+        max_surge_percent=updates.surge_percent["draft"],
+        user_config=dict(user_config) or None,
+        **pinned_options(args.drain_timeout_s),
+    )
+    return draft.bind(given, share.num_torch_threads, share.num_gpus)
 
 
 def check_files(args: AppArgs) -> None:
@@ -161,23 +187,3 @@ def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:
             warnings.simplefilter("ignore", DeprecationWarning)
             options["autoscaling_config"] = AutoscalingConfig.model_validate(options["autoscaling_config"])
     return options
-
-
-def _worker(
-    cls: type[Any],
-    part: Part,
-    args: AppArgs,
-    share: ActorShare,
-    surge_percent: int,
-    *more: Any,
-    environment: Mapping[str, Any] = MappingProxyType({}),
-    name: str = "",
-) -> Application:
-    ray_options = share.ray_actor_options | ({"runtime_env": dict(environment)} if environment else {})
-    deployment = serve.deployment(cls, name=name or (TARGET if part == "target" else DRAFT)).options(
-        **replica_options(getattr(args.replicas, part), part),
-        ray_actor_options=ray_options,
-        max_surge_percent=surge_percent,
-        **pinned_options(args.drain_timeout_s),
-    )
-    return deployment.bind(args, share.num_torch_threads, share.num_gpus, *more)

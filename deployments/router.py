@@ -52,13 +52,13 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._machine.workers.affinity_slack = args.affinity_slack
         groups = [_group("target", None)]
         if args.has_drafters:
-            groups.append(_group(DRAFTER, args.draft.pool))
+            groups.append(_group(DRAFTER, args.draft.application))
         self._router_host = self.start_router(self._machine, workers=groups, fingerprints=own)
         self._least = _min_workers(args)
-        self._waker: Waker | None = None
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._metrics))
         self._users = users_poll()
+        self._waker: Waker | None = None
         self._call_drafters()
 
     def _go_by(self, args: AppArgs) -> None:
@@ -115,8 +115,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         return not is_there and self._machine.lacks_drafter()
 
     def _wake_drafter(self) -> Any:
-        app_name = self._args.draft.pool or serve.get_replica_context().app_name
-        return serve.get_deployment_handle(DRAFT, app_name).wake.remote()
+        return serve.get_deployment_handle(DRAFT, self._args.draft.application).wake.remote()
 
     async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
         """Every live worker by its name: its kind, and whether it drains."""
@@ -125,10 +124,10 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
 
 def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:
-    """Return how many workers of each kind there are in any case; of a pool, which is another application, none."""
+    """Return how many workers of each kind there are in any case."""
     workers: dict[WorkerKind, int] = {"target": least(args.replicas.target)}
     if args.has_drafters:
-        workers[DRAFTER] = 0 if args.draft.pool is not None else least(args.replicas.draft)
+        workers[DRAFTER] = least(args.replicas.draft)
     return workers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,21 +17,24 @@ from cluster.config.app import AppArgs
 from cluster.config.environment import check_node, hide_gpus, prepare_for_vllm
 from cluster.config.live import set_log_level
 from cluster.config.names import ROUTER
-from cluster.launch.startup import startup
-from cluster.models.identity import fingerprints
+from cluster.launch.applications import draft_args
+from cluster.launch.startup import NO_DRAFTS, startup
+from cluster.models.identity import fingerprints, target_path, token_of
 from cluster.models.sources import backend_of, backend_options, draft_source, ngram_options, target_source
 from cluster.models.vllm import vllm_options
 from deployments.metrics.autoscaling import Metrics
-from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
 from deployments.operate.live import LiveKeys
 from deployments.operate.readiness import ReplicaPoll, users_load, users_poll
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
+from deployments.transport.link import spawn
 from specdec.checkpoint.compat import tokenizer_width
+from specdec.checkpoint.fingerprint import vocabulary_fingerprint
 from specdec.core.backends import DraftBackend, TargetBackend
-from specdec.core.types import Progress
+from specdec.core.errors import InvalidParameterError, SpecdecError
+from specdec.core.types import UNKNOWN, Fingerprints, Progress
 from specdec.drafting.length import DraftLengths
 from specdec.engine.build import Built, build_drafter, build_target, pair_gpu_shares
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
@@ -44,6 +47,10 @@ from specdec.protocol.target import TargetMachine
 logger = logging.getLogger("ray.serve")
 
 _TIMING = "timing its steps"
+FIRST_RETRY_S, MAX_RETRY_S = 30.0, 300.0
+"""Until a draft model that cannot be loaded is tried again; doubled each time."""
+START_TIMEOUT_S = 600.0
+"""How long Serve is kept waiting for a draft model to load: longer updates leave a while without drafts."""
 
 
 class _Worker(LiveKeys, Measured, WorkerEndpoint):
@@ -53,14 +60,6 @@ class _Worker(LiveKeys, Measured, WorkerEndpoint):
 
     def _go_by(self, args: AppArgs) -> None:
         self._worker_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
-
-    def _measure(self, part: Part, machine: TargetMachine | DrafterMachine, steps: StepMetrics) -> None:
-        """Count and export what the machine counts, in its own turns."""
-
-        async def ask() -> Metrics:
-            return await self._worker_host.ask(lambda _machine: machine.metrics() | steps.step_counts())
-
-        self.start_metrics(ReplicaMetrics(part, self._args.model_name, ask))
 
 
 class TargetServer(_Worker):
@@ -125,7 +124,12 @@ class TargetServer(_Worker):
             last_progress=_last_progress(backend, drafter),
             fingerprints=own,
         )
-        self._measure("target", machine, steps)
+
+        async def ask() -> Metrics:
+            """Ask the machine in its own turn."""
+            return await self._worker_host.ask(lambda _machine: machine.metrics() | steps.step_counts())
+
+        self.start_metrics(ReplicaMetrics("target", args.model_name, ask))
         self._users = users_poll()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -134,54 +138,129 @@ class TargetServer(_Worker):
 
 
 class DraftServer(_Worker):
-    """Serves the draft model to all routers; checks first that it fits the target.
+    """Serves the draft model to the routers of the applications that its ``user_config`` names.
+
+    It loads in the background and never fails a start: Serve and KubeRay would wait for it. Until it has loaded, and
+    while it cannot, there are no drafts; the log, ``/health`` and ``specdec_draft_failed`` say why.
 
     Args:
-        args: The service's configuration.
+        args: Keys of :class:`AppArgs` that a drafter goes by.
         num_torch_threads: Threads for torch on a CPU.
         num_gpus: GPUs that Ray gave this replica; a fraction is a part of one, and 0 is none.
-        applications: Whose routers it drafts for; its own application's where none are named.
     """
 
-    def __init__(
-        self, args: AppArgs, num_torch_threads: int, num_gpus: float, applications: tuple[str, ...] = ()
-    ) -> None:
-        self._args = args
+    def __init__(self, args: dict[str, Any], num_torch_threads: int, num_gpus: float) -> None:
+        self._given, self._args = args, AppArgs()
+        self._me, self._fingerprints, self._closers = replica_id(), UNKNOWN, []
         check_node()
-        set_log_level(args)
         torch.set_num_threads(num_torch_threads)
-        gpu_share = _gpu_share(num_gpus)
-        name, times, steps, own = replica_id(), args.protocol.times(), StepMetrics(), fingerprints(args)
-        with _startup() as say:
-            backend: DraftBackend = backend_of(args, "draft", partial(_draft_backend, args, gpu_share, say))
-            if args.is_auto:
-                say(_TIMING)
-                profile_drafter(backend, steps.profiled)
-        last_step = LastStep()
-        observed = ObservedDrafter(backend, [last_step, steps])
+        self._gpu_share = _gpu_share(num_gpus)
+        self._applications: tuple[str, ...] = ()
+        self._machine: DrafterMachine | None = None
+        self._steps = StepMetrics()
+        self._vocabulary = self._failure = ""
+        self._has_tried = asyncio.Event()
+        self._loading: asyncio.Task[None] | None = None
+        self._routers: list[ReplicaPoll] = []
+        self._started = ExitStack()
+        self._say = self._started.enter_context(_startup())
+
+    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Draft for these applications, and go by these keys, from now on; the first call begins to load."""
+        try:
+            args, applications = draft_args(self._given, user_config or {})
+            vocabulary = "" if self._machine is None else await asyncio.to_thread(_vocabulary, args)
+        except SpecdecError as error:
+            self._refused("user_config", error)
+            if self._machine is None:
+                self._fails(error)
+            return
+        finally:
+            if not self._closers:
+                self.start_metrics(ReplicaMetrics("draft", self._args.model_name, self._metrics))
+        self._args, self._applications = args, applications
+        self._routers = [ReplicaPoll(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications]
+        set_log_level(args)
+        if self._loading is None:
+            self._loading = spawn(self._load())
+        elif self._machine is not None:
+            self._failure = "" if vocabulary == self._vocabulary else "the target has another vocabulary now"
+            self._go_by(args)
+            self.dial_routers_of(applications)
+
+    def _fails(self, error: Exception) -> None:
+        """Say why there are no drafts, where it is looked for."""
+        self._failure = str(error) or repr(error)
+        logger.error("There are no drafts: %s", self._failure, exc_info=not isinstance(error, SpecdecError))
+        self._say(f"{NO_DRAFTS}{self._failure}")
+        self._has_tried.set()
+
+    async def _load(self) -> None:
+        """Load the model, and draft; what fails is tried again, after twice the time."""
+        wait_s = FIRST_RETRY_S
+        while True:
+            try:
+                backend = await asyncio.to_thread(self._built)
+                break
+            except Exception as error:
+                self._fails(error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+        self._started.close()
+        self._failure, last_step = "", LastStep()
+        observed = ObservedDrafter(backend, [last_step, self._steps])
         machine = DrafterMachine(
-            name,
+            self._me,
             observed,
-            times,
-            lambda: observed.metrics() | steps.metrics() | self.config_metrics(),
-            fingerprint=own.vocabulary,
+            self._args.protocol.times(),
+            lambda: observed.metrics() | self._steps.metrics() | self.config_metrics(),
+            fingerprint=self._vocabulary,
             last_interval=last_step.interval,
         )
-        machine.tracer = sequence_tracer("drafter", name)
+        machine.tracer = sequence_tracer("drafter", self._me)
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
-            step_timeout_s=args.step_timeout_s,
+            step_timeout_s=self._args.step_timeout_s,
             last_progress=getattr(backend, "last_progress", None),
-            fingerprints=own,
+            fingerprints=Fingerprints(vocabulary=self._vocabulary),
             match="vocabulary",
-            applications=applications,
+            applications=self._applications,
         )
-        self._measure("draft", machine, steps)
-        # Those of each application know its own targets alone.
-        self._routers = [
-            ReplicaPoll(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications or ("",)
-        ]
+        self._machine = machine
+        self._has_tried.set()
+
+    def _built(self) -> DraftBackend:
+        args, say = self._args, self._say
+        if not args.has_own_draft:
+            raise InvalidParameterError("draft.model", "draft.model: the application's args name no draft model")
+        self._vocabulary = _vocabulary(args)
+        backend: DraftBackend = backend_of(args, "draft", partial(_draft_backend, args, self._gpu_share, say))
+        if args.is_auto:
+            say(_TIMING)
+            profile_drafter(backend, self._steps.profiled)
+        return backend
+
+    async def check_health(self) -> None:
+        """Serve's health check; the first one waits until the model has loaded, or cannot.
+
+        Raises:
+            HostFailedError: The machine has raised, or hangs.
+            InvalidParameterError: The target has another vocabulary than the one that this replica has loaded for.
+        """
+        if not self._has_served:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_tried.wait(), START_TIMEOUT_S)
+        await super().check_health()
+        if self._machine is not None and self._failure:  # a new replica loads for the other one
+            raise InvalidParameterError("target", f"target: {self._failure}")
+
+    async def _metrics(self) -> Metrics:
+        failed = {"draft_failed": float(bool(self._failure))}
+        if self._machine is None:
+            return failed | self.config_metrics()
+        counted: Metrics = await self._worker_host.ask(lambda machine: machine.metrics() | self._steps.step_counts())
+        return {**failed, **counted}
 
     async def wake(self) -> None:
         """A router wants a drafter where there is none; the call itself has made Serve start this one."""
@@ -193,8 +272,12 @@ class DraftServer(_Worker):
         return await super().record_autoscaling_stats() | {"late": late}
 
 
+def _vocabulary(args: AppArgs) -> str:
+    return vocabulary_fingerprint(target_path(args), args.target.revision, token_of(args.target))
+
+
 def _routers(application: str) -> Any:
-    return serve.get_deployment_handle(ROUTER, application or serve.get_replica_context().app_name)
+    return serve.get_deployment_handle(ROUTER, application)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from cluster.config.app import ServiceConfig
 from cluster.config.base import keys_of, validated
 from cluster.config.files import config_keys
 from cluster.config.live import LIVE_KEYS
+from cluster.config.names import DRAFT_APPLICATION
+from cluster.launch.applications import draft_args
 from cluster.models.demos import demo_folder
 from deployments.metrics.families import FAMILIES
 
@@ -142,7 +144,11 @@ def check_applications(keys: dict[str, Any]) -> None:
     for application in ServeDeploySchema.model_validate(keys).applications:
         build = pkgutil.resolve_name(application.import_path)
         args, *_ = inspect.get_annotations(build).values()
-        args.model_validate(application.args)
+        if application.import_path == DRAFT_APPLICATION:
+            (deployment,) = application.deployments
+            draft_args(application.args, deployment.user_config)
+        else:
+            args.model_validate(application.args)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)

@@ -307,7 +307,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, config_overrides(arguments))
     try:
         # Without a network this takes seconds; loading would try each file five times.
-        loads_both = config.draft.pool is None and config.target.engine != "vllm"
+        loads_both = config.draft.application is None and config.target.engine != "vllm"
         config = fetch_models(config, _progress) if loads_both else config
     except InvalidParameterError as error:
         findings = Findings(this_machine(), None, problems=[str(error)])

@@ -12,11 +12,10 @@ from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config.app import ServiceConfig
 from cluster.config.files import load_config
-from cluster.config.names import LOCAL_APPLICATION
+from cluster.config.names import LOCAL_APPLICATIONS
 from cluster.launch.local import LocalService, check_port
 from cluster.launch.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
 from cluster.models.download import fetch_models
-from specdec.core.errors import InvalidParameterError
 from specdec.core.types import Progress
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(load_config(arguments.config, config_overrides(arguments)))
 
 
-def serve(config: ServiceConfig, application: str = LOCAL_APPLICATION) -> int:
+def serve(config: ServiceConfig, application: str = LOCAL_APPLICATIONS) -> int:
     """Start everything, serve, and stop everything on SIGINT or SIGTERM.
 
     Args:
@@ -56,10 +55,6 @@ def serve(config: ServiceConfig, application: str = LOCAL_APPLICATION) -> int:
 
 def run_service(config: ServiceConfig, application: str) -> int:
     """Bring the service up, say how to use it, report its changes until a signal comes, and stop it."""
-    if config.separate_draft:
-        raise InvalidParameterError(
-            "separate_draft", "separate_draft: is for a cluster, by specdec render: leave it out"
-        )
     report, is_chat = progress(), config.demo == "chat"
     config = fetch_models(config, report)
     service = LocalService(config, report, application)

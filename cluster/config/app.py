@@ -376,7 +376,7 @@ class AppArgs(StrictModel):
     @property
     def has_draft(self) -> bool:
         """Whether a draft model drafts, wherever it is."""
-        return self.has_draft_model or self.draft.pool is not None
+        return self.has_draft_model or self.draft.application is not None
 
     @property
     def drafts_from_tokens(self) -> bool:
@@ -390,7 +390,7 @@ class AppArgs(StrictModel):
 
     @property
     def has_own_draft(self) -> bool:
-        """Whether a draft model is deployed beside the target; a pool is an application of its own."""
+        """Whether a draft model is named that is to be an application of its own."""
         return self.has_draft_model and not self.is_paired
 
     @property
@@ -405,8 +405,8 @@ class AppArgs(StrictModel):
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether there is a draft model of one's own, wherever it runs."""
-        if self.draft.pool is not None or "model" not in self.draft.methods:
+        """Whether a draft model is named, wherever it runs."""
+        if self.draft.application is not None or "model" not in self.draft.methods:
             return False
         return self.is_demo or self.draft.model is not None
 
@@ -426,10 +426,6 @@ class ServiceConfig(AppArgs):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     update_timeout_s: float = Field(
         900.0, gt=0, le=604800, description="an update that takes longer is late in /health; it goes on"
-    )
-    separate_draft: bool = Field(
-        False,
-        description="for specdec render: make the draft model a Serve application of its own",
     )
     tls: Tls = Field(default_factory=Tls, description="HTTPS")
     tracing: Tracing = Field(default_factory=Tracing, description="OpenTelemetry traces")

@@ -77,10 +77,12 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
 
 REMOVED: dict[str, str] = {
     "acceptance": "there is one rule: a seed's text never depends on drafts",
+    "draft.pool": "draft.application names the draft model's application",
     "drafters": "a sequence has one drafter; replicas.draft gives another when it dies",
     "extensions": "code of your own reads a file or a variable of its own",
     "numeric_contract_lost": "send exactness: fast with requests that may go on in other bits",
     "receipts": "to check an answer, send its request again with the same seed",
+    "separate_draft": "the draft model always is an application of its own",
 }
 """Keys that a configuration had before, and why they left or what to do instead."""
 

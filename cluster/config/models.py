@@ -170,10 +170,10 @@ def draft_method(value: Any) -> str:
 
 
 class DraftConfig(ModelConfig):
-    """How drafts are made: by a draft model, by another application's drafters, by prompt lookup, by heads."""
+    """How drafts are made: by a draft model, by prompt lookup, by heads."""
 
-    beside_pool: ClassVar[frozenset[str]] = frozenset(("pool", "method", "heads", "tree_tokens"))
-    """Keys that say nothing of a draft model of one's own."""
+    of_application: ClassVar[frozenset[str]] = frozenset(("application", "method", "heads", "tree_tokens"))
+    """Keys that say nothing of the draft model itself."""
 
     method: Annotated[str, BeforeValidator(draft_method)] = Field(
         "model",
@@ -202,10 +202,10 @@ class DraftConfig(ModelConfig):
         "auto",
         description="where one's own draft model runs; auto: in the target's process on a shared GPU",
     )
-    pool: str | None = Field(
+    application: str | None = Field(
         None,
         min_length=1,
-        description="application whose drafters draft, in place of a draft model of one's own",
+        description="application of the draft model, in a Serve configuration of one's own",
     )
 
     @property
@@ -237,8 +237,8 @@ class DraftConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
-        others = ", ".join(sorted(self.model_fields_set - self.beside_pool))
-        if "model" not in self.methods and (others or self.pool):
+        others = ", ".join(sorted(self.model_fields_set - self.of_application))
+        if "model" not in self.methods and (others or self.application):
             both = draft_method([*self.methods, "model"])
             raise ValueError(
                 f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
@@ -247,8 +247,8 @@ class DraftConfig(ModelConfig):
             raise ValueError(f"heads needs method {' or '.join(HEADS)}, alone or with others, not {self.method}")
         if self.tree_tokens and not self.has_heads:
             raise ValueError("tree_tokens needs heads: what a draft model or prompt lookup drafts is a chain")
-        if self.pool is not None and others:
-            raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
+        if self.application is not None and others:
+            raise ValueError(f"the application says what its draft model is: leave out application or {others}")
         return self
 
 

@@ -14,9 +14,10 @@ def loads_model(deployment: str) -> bool:
 
 APPLICATION_NAME = "specdec"
 APPLICATION = "deployments.app:build_app"
-LOCAL_APPLICATION = "deployments.app:build_local_app"
-"""The same where ``specdec serve`` deploys it, and the service itself may deploy it again."""
-DRAFT_APPLICATION = "deployments.app:build_draft_pool"
+LOCAL_APPLICATIONS = "deployments.app:build_local"
+"""Both applications, for one machine."""
+DRAFT_APPLICATION = "deployments.app:build_draft"
+DRAFT_APPLICATION_NAME = f"{APPLICATION_NAME}-draft"
 STATUS = "deployments.operate.status"
 """Module with a builder for each of the service's status applications: ``build_health`` for ``/health``, and so on."""
 STATUS_PARTS = ("health", "metrics")

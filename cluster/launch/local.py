@@ -16,17 +16,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
 
 from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.environment import prepare_for_ray
-from cluster.config.names import APPLICATION_NAME, INGRESS, LOCAL_APPLICATION, STATUS, STATUS_PARTS, loads_model
+from cluster.config.names import APPLICATION_NAME, INGRESS, LOCAL_APPLICATIONS, STATUS, STATUS_PARTS, loads_model
 from cluster.launch.placement import placement_of, ray_devices
 from cluster.launch.replicas import PATIENCE_S, ask_running
-from cluster.launch.startup import starting
+from cluster.launch.startup import NO_DRAFTS, starting
 from cluster.launch.supervise import is_alive
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.core.types import Progress
@@ -108,10 +108,11 @@ class LocalService:
         application: Import string of the builder: ``module:function``, which takes :class:`cluster.config.app.AppArgs`.
     """
 
-    def __init__(self, config: ServiceConfig, report: Progress, application: str = LOCAL_APPLICATION) -> None:
+    def __init__(self, config: ServiceConfig, report: Progress, application: str = LOCAL_APPLICATIONS) -> None:
         self._config = config
         self._report = report
         self._application = application
+        self._applications: tuple[str, ...] = ()
         self._states: dict[str, str] = {}
         self._stages: dict[str, str] = {}
         self._log_folder = ""
@@ -184,15 +185,20 @@ class LocalService:
         placement = placement_of(args, ray_devices(), can_grow=False)
         for remark in placement.remarks:
             self._report(remark)
-        app = load_builder(self._application)(args)
-        log = serves_log(args)
-        targets = [serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/", logging_config=log)]
-        if self._application == LOCAL_APPLICATION:
+        built, log = load_builder(self._application)(args), serves_log(args)
+        self._applications = tuple(built)
+        targets = [
+            serve.RunTarget(
+                target=app, name=name, route_prefix="/" if name == APPLICATION_NAME else None, logging_config=log
+            )
+            for name, app in built.items()
+        ]
+        if self._application == LOCAL_APPLICATIONS:
             targets += [
                 serve.RunTarget(
                     target=app, name=f"{APPLICATION_NAME}-{part}", route_prefix=f"/{part}", logging_config=log
                 )
-                for part, app in status_applications(self._config).items()
+                for part, app in status_applications(self._config, self._applications[1:]).items()
             ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         self._report("replicas start and load their models")
@@ -204,11 +210,12 @@ class LocalService:
             LaunchError: If the application cannot come up; the message says why, and where the logs are.
         """
         while True:
-            application = self._status()
-            failure = first_failure(application)
-            if failure is not None:
+            applications = self._status()
+            failures = [first_failure(application) for application in applications]
+            failures += [line for line in self._stages.values() if line.startswith(NO_DRAFTS)]
+            for failure in filter(None, failures):
                 raise self._launch_error(failure)
-            if application is not None and application.status == "RUNNING":
+            if all(application is not None and application.status == "RUNNING" for application in applications):
                 break
             time.sleep(POLL_S)
         self._is_ready = True
@@ -275,24 +282,28 @@ class LocalService:
     def _ray_is_alive(self) -> bool:
         return all(is_alive(process) for process in self._heart)
 
-    def _status(self) -> Any:
-        """Serve's view of the application, or None before there is one; changes since the last call are reported."""
+    def _status(self) -> list[Any]:
+        """Serve's view of each application, None before there is one; changes since the last call are reported."""
         from ray import serve
 
         if not self._ray_is_alive():
             raise LaunchError(
                 f"Ray has ended: one of its processes died; start specdec serve again; logs: {self._log_folder}"
             )
-        application = serve.status().applications.get(APPLICATION_NAME)
-        self._stages |= starting(APPLICATION_NAME)
-        for name, deployment in application.deployments.items() if application is not None else ():
+        status = serve.status().applications
+        applications = [status.get(name) for name in self._applications]
+        for application in self._applications:
+            self._stages |= starting(application)
+        for name, deployment in (
+            item for application in applications if application is not None for item in application.deployments.items()
+        ):
             state = describe(deployment, loads_model=loads_model(name), stage=self._stages.get(name, ""))
             if state.startswith("ready"):  # a replica says its last a while before Serve calls it ready
                 self._stages.pop(name, None)
             if self._states.get(name) != state:
                 self._states[name] = state
                 self._report(f"{name}: {state}")
-        return application
+        return applications
 
     def _wait_for_http(self) -> None:
         deadline_s = time.monotonic() + HTTP_TIMEOUT_S
@@ -320,10 +331,10 @@ def _own_opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
 
 
-def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
-    """The function that ``module:function`` names."""
+def load_builder(import_string: str) -> Callable[[AppArgs], dict[str, Any]]:
+    """The function that ``module:function`` names: it gives applications by their names."""
     module, _, function = import_string.partition(":")
-    builder: Callable[[AppArgs], Any] = getattr(importlib.import_module(module), function)
+    builder: Callable[[AppArgs], dict[str, Any]] = getattr(importlib.import_module(module), function)
     return builder
 
 
@@ -332,19 +343,19 @@ def serves_log(args: AppArgs) -> dict[str, Any]:
     return {"encoding": args.log_format.upper(), "enable_access_log": False}
 
 
-def status_applications(config: ServiceConfig) -> dict[str, Any]:
+def status_applications(config: ServiceConfig, drafts: Sequence[str]) -> dict[str, Any]:
     """The small applications that tell whether the service is ready, and how it does; by the path of each."""
     module = importlib.import_module(STATUS)
-    args = module.StatusArgs(**status_args(config))
+    args = module.StatusArgs(**status_args(config, drafts))
     return {part: getattr(module, f"build_{part}")(args) for part in STATUS_PARTS}
 
 
-def status_args(config: ServiceConfig) -> dict[str, Any]:
+def status_args(config: ServiceConfig, drafts: Sequence[str] = ()) -> dict[str, Any]:
     """What the builders of the status applications take, where it is not as they have it anyway."""
     keys = ("metrics_need_key", "api_keys_file")
     given = config.access.model_dump(include=set(keys), exclude_unset=True)
     given |= config.model_dump(include={"update_timeout_s"}, exclude_unset=True)
-    return {"application": APPLICATION_NAME, **given}
+    return {"application": APPLICATION_NAME, **({"drafts": list(drafts)} if drafts else {}), **given}
 
 
 def preload(import_string: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,20 @@ from cluster.config.names import (
     APPLICATION_NAME,
     DRAFT,
     DRAFT_APPLICATION,
+    DRAFT_APPLICATION_NAME,
     INGRESS,
     ROUTER,
     STATUS,
     STATUS_PARTS,
     TARGET,
 )
-from cluster.config.replicas import most, scaling
+from cluster.config.replicas import scaling
+from cluster.launch.applications import of_draft, of_service
 from cluster.launch.local import serves_log, status_args
+from cluster.launch.placement import gpus_per_replica
 from specdec.core.errors import InvalidParameterError
 
 EVERY_ADDRESS = "0.0.0.0"
-DRAFT_APPLICATION_NAME = f"{APPLICATION_NAME}-draft"
-_BY_DEPLOYMENT = ("actors", "replicas", "updates")
-"""Sections with a key for each deployment."""
-_OF_SERVICE = ("method", "heads", "tree_tokens")
-"""Keys of ``draft`` that the target goes by where the draft model is another application's."""
-_OF_DRAFT = ("model", "revision")
-"""Keys of ``target`` that a draft model is checked against."""
 
 
 def serve_config(config: ServiceConfig) -> dict[str, Any]:
@@ -50,72 +46,55 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
         InvalidParameterError: A key means this machine alone, or is a secret, which the cluster would show.
     """
     _check(config)
+    config = _placed(config)
     args = config.model_copy(update={"host": EVERY_ADDRESS}).app_args()
-    drafters = []
-    if config.separate_draft:
-        args, of_draft = _separated(args)
-        drafters = [_draft_application(of_draft)]
-    deployments = {"ingress": INGRESS, "router": ROUTER, "target": TARGET, "draft": DRAFT}
-    if not args.has_own_draft:
-        del deployments["draft"]
-    application = {"name": APPLICATION_NAME, "route_prefix": "/", "import_path": APPLICATION}
-    application |= _args_and_deployments(args, deployments)
     host = config.host if "host" in config.model_fields_set else EVERY_ADDRESS
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": host, "port": config.port, **config.tls.http_options()},
         "logging_config": serves_log(config),
-        "applications": [application, *drafters, *(_status_application(part, config) for part in STATUS_PARTS)],
+        "applications": [
+            _service_application(of_service(args)),
+            *([_draft_application(args)] if args.has_own_draft else []),
+            *(_status_application(part, config) for part in STATUS_PARTS),
+        ],
     }
 
 
-def _args_and_deployments(args: AppArgs, deployments: dict[str, str]) -> dict[str, Any]:
+def _placed(config: ServiceConfig) -> ServiceConfig:
+    """Say of each model's replicas how many GPUs and cores one takes: each application sees its own keys alone."""
+    actors = config.model_dump(exclude_unset=True).get("actors", {})
+    for role, model in (("target", config.target), *((("draft", config.draft),) if config.has_own_draft else ())):
+        options = getattr(config.actors, role)
+        demand = gpus_per_replica(role, model, options)
+        num_gpus = 1.0 if demand.num_gpus is None else demand.num_gpus
+        actors[role] = {"num_gpus": num_gpus, "num_cpus": 1.0} | actors.get(role, {})
+    return ServiceConfig.model_validate(config.model_dump(exclude_unset=True) | {"actors": actors})
+
+
+def _service_application(args: AppArgs) -> dict[str, Any]:
     fixed, live = without_live(args.model_dump(mode="json", exclude_unset=True))
     fixed.pop("updates", None)
-    if "replicas" in live and not _is_placed(args, deployments):
-        models = live["replicas"].keys() & {"target", "draft"}
-        fixed |= {"replicas": {part: most(getattr(args.replicas, part)) for part in sorted(models)}} if models else {}
     if "lora" in live:  # their room is fixed, and which there are is not
         fixed.setdefault("lora", {}).setdefault("models", "both" if args.lora.has_draft_adapters else "target")
-    of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()]
-    return {"args": fixed, "deployments": of_each}
+    parts = {"ingress": INGRESS, "router": ROUTER, "target": TARGET}
+    of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in parts.items()]
+    application = {"name": APPLICATION_NAME, "route_prefix": "/", "import_path": APPLICATION}
+    return application | {"args": fixed, "deployments": of_each}
 
 
 def _draft_application(args: AppArgs) -> dict[str, Any]:
-    """The draft model's own application; see :func:`deployments.app.build_draft_pool`."""
-    found = _args_and_deployments(args, {"draft": DRAFT})
-    found["args"]["applications"] = [APPLICATION_NAME]
-    return {"name": DRAFT_APPLICATION_NAME, "route_prefix": None, "import_path": DRAFT_APPLICATION, **found}
-
-
-def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
-    """The arguments of the service and of its draft model: what one model's keys say is not in the other's.
-
-    Raises:
-        InvalidParameterError: There is no draft model, or it is not said who gets which devices.
-    """
-    key = "separate_draft"
-    if args.is_paired:
-        raise InvalidParameterError(key, f"{key}: draft.placement: same_process has it in the target's: leave one out")
-    if not args.has_own_draft:
-        raise InvalidParameterError(key, f"{key}: there is no draft model: leave it out, or name one")
-    if args.actors.target.num_gpus is None or args.actors.draft.num_gpus is None:
-        text = f"{key}: two applications share no devices out: set actors.target.num_gpus and actors.draft.num_gpus"
-        raise InvalidParameterError(key, text)
-    service = args.model_dump(mode="json", exclude_unset=True)
-    drafters = dict(service)
-    for section in _BY_DEPLOYMENT:
-        parts = service.pop(section, {})
-        drafters[section] = {"draft": parts.pop("draft")} if "draft" in parts else {}
-        service[section] = parts
-    draft, target = service.get("draft", {}), drafters.get("target", {})
-    service["draft"] = {"pool": DRAFT_APPLICATION_NAME} | {name: draft[name] for name in _OF_SERVICE if name in draft}
-    drafters["target"] = {name: target[name] for name in _OF_DRAFT if name in target}
-    return AppArgs.model_validate(_filled(service)), AppArgs.model_validate(_filled(drafters))
-
-
-def _filled(sections: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sections.items() if value != {}}
+    """The draft model's own application; see :func:`deployments.app.build_draft`."""
+    fixed, config = of_draft(AppArgs.model_validate(args.model_dump(mode="json", exclude_unset=True)))
+    for section in ("replicas", "updates"):
+        fixed.pop(section, None)
+    return {
+        "name": DRAFT_APPLICATION_NAME,
+        "route_prefix": None,
+        "import_path": DRAFT_APPLICATION,
+        "args": fixed,
+        "deployments": [{"name": DRAFT, **_own_options(args, "draft"), "user_config": config}],
+    }
 
 
 def node_environment(config: ServiceConfig) -> dict[str, str]:
@@ -131,19 +110,13 @@ def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
     return options
 
 
-def _is_placed(args: AppArgs, deployments: Iterable[str]) -> bool:
-    """Whether no model's share of a device depends on how many replicas there are."""
-    models = [getattr(args.actors, part) for part in ("target", "draft") if part in deployments]
-    return all(one.num_gpus is not None and one.num_cpus is not None for one in models)
-
-
 def _status_application(part: str, config: ServiceConfig) -> dict[str, Any]:
     """One of the applications that tell of the service; its replica runs where the ingress may."""
     application: dict[str, Any] = {
         "name": f"{APPLICATION_NAME}-{part}",
         "route_prefix": f"/{part}",
         "import_path": f"{STATUS}:build_{part}",
-        "args": status_args(config) | ({"draft_pool": DRAFT_APPLICATION_NAME} if config.separate_draft else {}),
+        "args": status_args(config, [DRAFT_APPLICATION_NAME] if config.has_own_draft else []),
     }
     if labels := config.actors.ingress.label_selector:
         options = {"num_cpus": 0, "label_selector": dict(labels)}
@@ -159,9 +132,9 @@ def _check(config: ServiceConfig) -> None:
                 f"{key}: a cluster would show it: leave it out, and set HF_TOKEN on every node (on Kubernetes by the "
                 "Secret specdec-hub)",
             )
-    if config.draft.pool is not None:
-        text = "draft.pool: this is one application; write several into one Serve configuration by hand"
-        raise InvalidParameterError("draft.pool", text)
+    if config.draft.application is not None:
+        text = "draft.application: this is one pair; write several into one Serve configuration by hand"
+        raise InvalidParameterError("draft.application", text)
     if "host" in config.model_fields_set and config.host not in (EVERY_ADDRESS, "::"):
         what = "nobody else reaches it" if is_loopback(config.host) else "every node would listen on it"
         raise InvalidParameterError("host", f"host: {config.host}: {what}: leave it out, or give {EVERY_ADDRESS}")

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+NO_DRAFTS = "no drafts: "
+"""Before the reason, in the line of a draft model that cannot be loaded."""
 _NAMESPACE = "specdec"
 _MOST_AGE_S = 600.0
 """What is older is of a replica that was killed while it started, or says nothing any more."""

@@ -37,13 +37,12 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
 
     Raises:
         InvalidParameterError: A folder does not exist or holds no model, or the hub does not give the model; or the
-            draft is to be that of a pool, which is another application.
+            draft is to be that of another application.
     """
-    if args.draft.pool is not None:
+    if args.draft.application is not None:
         raise InvalidParameterError(
-            "draft.pool",
-            f"draft.pool: {args.draft.pool} is another application of a Ray cluster, and on one machine there is none: "
-            "name a draft model",
+            "draft.application",
+            f"draft.application: {args.draft.application} is for Serve's own configuration: name a draft model",
         )
     if args.draft.has_heads and args.draft.heads is None:
         check_made("heads")

@@ -54,8 +54,13 @@ def fingerprints(args: AppArgs) -> Fingerprints:
     )
 
 
+def token_of(model: ModelConfig) -> str | None:
+    """The access token for the hub, if there is one."""
+    return model.token.get_secret_value() if model.token else None
+
+
 def _where(model: ModelConfig) -> tuple[str | None, str | None]:
-    return model.revision, model.token.get_secret_value() if model.token else None
+    return model.revision, token_of(model)
 
 
 def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> str:

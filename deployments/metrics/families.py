@@ -150,6 +150,7 @@ REPORTED = [
     _gauge(_WORKERS, "num_state_slots", "Recurrent states that there is room for."),
     _gauge(_WORKERS, "state_slots_in_use", "Recurrent states that sequences hold."),
     _gauge(_WORKERS, "state_slots_reusable", "Recurrent states kept for prompts that begin alike."),
+    _gauge(_DRAFT, "draft_failed", "1 while a draft model cannot be loaded, else 0."),
     _gauge(_DRAFT, "num_branches_held", "Branches that a drafter holds."),
     _gauge(
         _DRAFT, "num_waiting_sequences", "Sequences that wait for room at the drafter.", name="draft_sequences_waiting"

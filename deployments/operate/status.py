@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from cluster.config.base import StrictModel
 from cluster.config.environment import api_keys
 from cluster.config.limits import names
-from cluster.config.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET, loads_model
+from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET, loads_model
 from cluster.launch.local import describe, last_line
 from cluster.launch.replicas import PATIENCE_S
 from cluster.launch.startup import starting
@@ -136,8 +136,8 @@ class StatusArgs(StrictModel):
 
     application: str = Field("specdec", min_length=1, description="name of the application that is reported")
     update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is late")
-    draft_pool: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
-        (), description="names of the applications of its drafters, pools"
+    drafts: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="names of the applications of its draft models"
     )
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
@@ -149,12 +149,13 @@ class Health:
     """200 while requests can be served, else 503 with what is missing, and what replicas that start do."""
 
     def __init__(self, args: StatusArgs) -> None:
-        self._applications = [args.application, *args.draft_pool]
+        self._applications = [args.application, *args.drafts]
         self._ingresses = _asked(args.application, INGRESS, "refusal", _HEALTH_S)
         self._routers = _asked(args.application, ROUTER, "workers", _HEALTH_S)
         self._updates = {name: UpdateWatch(name, args.update_timeout_s) for name in self._applications}
         text = "1 while an update takes longer than update_timeout_s, else 0."
         self._late = Gauge(UPDATE_LATE, text, tag_keys=("application",))
+        self._of_drafts: dict[str, str] = {}
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
@@ -164,13 +165,15 @@ class Health:
             return ApiError(405, text, code="method_not_allowed", headers=headers).response()
         ingresses, routers, update = await asyncio.gather(self._ingresses.get(), self._routers.get(), self._update())
         missing = missing_parts(ingresses, routers)
-        of_update = {} if update is None else {"update": update}
+        further = ({} if update is None else {"update": update}) | (
+            {"drafts": self._of_drafts} if self._of_drafts else {}
+        )
         if not missing:
-            return JSONResponse({"status": "ready", "missing": {}} | of_update)
-        stages = await self._stages()
+            return JSONResponse({"status": "ready", "missing": {}} | further)
+        stages = await self._stages(self._applications[0])
         if "target" in missing and TARGET in stages:
             missing["target"] = stages[TARGET]
-        return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages} | of_update, 503)
+        return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages} | further, 503)
 
     async def check_health(self) -> None:
         """Serve's health check, once a second: how long an update takes is counted even if nobody asks."""
@@ -178,21 +181,17 @@ class Health:
             update = await watch.get()
             is_late = update is not None and update["status"] == "late"
             self._late.set(float(is_late), {"application": name})
+        stages = [(name, await self._stages(name)) for name in self._applications[1:]]
+        self._of_drafts = {name: line for name, found in stages for line in found.values()}
 
     async def _update(self) -> Update | None:
-        """The worst update of the application and its draft pools."""
+        """The worst update of the application and its draft models."""
         return worst(await asyncio.gather(*(watch.get() for watch in self._updates.values())))
 
-    async def _stages(self) -> dict[str, str]:
-        """What replicas that start do, by deployment; nothing where Ray's head does not answer."""
-
-        def of_all() -> dict[str, str]:
-            found = {one: starting(one) for one in self._applications}
-            pools = {f"{pool}/{name}": line for pool in self._applications[1:] for name, line in found[pool].items()}
-            return found[self._applications[0]] | pools
-
+    async def _stages(self, application: str) -> dict[str, str]:
+        """What an application's replicas that start do, by deployment; nothing where Ray's head does not answer."""
         try:
-            return await asyncio.wait_for(asyncio.to_thread(of_all), PATIENCE_S)
+            return await asyncio.wait_for(asyncio.to_thread(starting, application), PATIENCE_S)
         except Exception as error:
             logger.info("Nobody knows what replicas do that start: %r", error)
             return {}
@@ -203,10 +202,10 @@ class Metrics:
 
     def __init__(self, args: StatusArgs) -> None:
         self._args = args
-        own = ((args.application, name) for name in DEPLOYMENTS)
+        own = ((args.application, name) for name in (INGRESS, ROUTER, TARGET))
         self._asked = [
             (deployment, _asked(application, deployment, "metrics_page", _METRICS_S))
-            for application, deployment in (*own, *((pool, DRAFT) for pool in args.draft_pool))
+            for application, deployment in (*own, *((name, DRAFT) for name in args.drafts))
         ]
         self._keys_file = WatchedFile(args.api_keys_file)
         self._keys = self._read_keys()

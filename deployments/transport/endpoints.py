@@ -178,6 +178,7 @@ class Endpoint:
     """What all ends have in common: a host, and the links that it keeps."""
 
     _host: Host[Any] | None = None
+    _closers: list[Callable[[], None]]
 
     def _open(self, host: Host[Any], step_timeout_s: float, times: LinkTimes, fingerprints: Fingerprints) -> None:
         self._host = host
@@ -186,7 +187,8 @@ class Endpoint:
         self._fingerprints = fingerprints
         self._me = replica_id()
         self._is_draining = False
-        self._closers: list[Callable[[], None]] = []
+        if not hasattr(self, "_closers"):
+            self._closers = []
         host.start()
 
     def _dial_routers(
@@ -198,7 +200,7 @@ class Endpoint:
         lost: PeerEvent,
         refused: PeerEvent | None = None,
         application: str | None = None,
-    ) -> PeerLinks:
+    ) -> tuple[PeerLinks, Discovery]:
         """Keep a link to every live router of an application; None for the own one."""
         context = serve.get_replica_context()
         watch = Discovery(routers, application or context.app_name, lambda listed: links.update(listed))
@@ -207,7 +209,7 @@ class Endpoint:
         dialer = Dialer(*own, self._fingerprints, match, host, open_channel, self._times)
         links = PeerLinks(dialer.dial, joined, lost, self._times, refused)
         self._closers += [watch.close, links.close]
-        return links
+        return links, watch
 
     async def identity(self) -> Identity:
         """Where this replica runs, and what it can work with."""
@@ -303,15 +305,25 @@ class WorkerEndpoint(_DrainingEndpoint):
         """
         host: WorkerHost[Any] = WorkerHost(machine, last_progress=last_progress)
         self._open(host, step_timeout_s, times, fingerprints)
-        self._match = match
-        self._peer_links = [
-            self._dial_routers(routers, match, host, _ignore, _ignore, application=application)
-            for application in applications or (None,)
-        ]
+        self._match, self._router_deployment = match, routers
+        self._peer_links: dict[str | None, tuple[PeerLinks, Discovery]] = {}
+        self.dial_routers_of(applications or (None,))
         return host
 
+    def dial_routers_of(self, applications: Sequence[str | None]) -> None:
+        """Keep links to the routers of these applications, and to no others."""
+        for application in self._peer_links.keys() - set(applications):
+            for closing in self._peer_links.pop(application):
+                closing.close()
+                self._closers.remove(closing.close)
+        for application in applications:
+            if application not in self._peer_links and self._host is not None:
+                self._peer_links[application] = self._dial_routers(
+                    self._router_deployment, self._match, self._host, _ignore, _ignore, application=application
+                )
+
     def _has_clients(self) -> bool:
-        return any(links.linked for links in self._peer_links)
+        return any(links.linked for links, _ in self._peer_links.values())
 
 
 class RouterEndpoint(_DrainingEndpoint):
@@ -437,7 +449,7 @@ class IngressEndpoint(Endpoint):
             if on_refused is not None:
                 host.tell(lambda machine, now_s: on_refused(machine, peer, now_s))
 
-        self._routers = self._dial_routers(routers.deployment, routers.match, host, joined, lost, refused)
+        self._routers, _ = self._dial_routers(routers.deployment, routers.match, host, joined, lost, refused)
         self._router_deployment = routers.deployment
         return host
 

@@ -248,14 +248,14 @@ def _faults() -> Iterator[Rule]:
         "requests-get-5xx",
     )
     lacking = " or ".join(
-        f'min {SERVICE} (specdec_router_workers{{kind="{kind}"}})'
-        f' < count {SERVICE} (specdec_worker_sequences{{deployment="{deployment}"}})'
-        for kind, deployment in (("target", "TargetServer"), ("drafter", "DraftServer"))
+        f'min {SERVICE} (specdec_router_workers{{kind="{kind}"}}) < {workers}'
+        for kind, workers in (
+            ("target", f'count {SERVICE} (specdec_worker_sequences{{deployment="TargetServer"}})'),
+            ("drafter", _of_service(f'count {SERVICE} (specdec_worker_sequences{{deployment="DraftServer"}})')),
+        )
     )
-    sent, come = (
-        f'sum {SERVICE} (rate(specdec_offers_total{{deployment="{deployment}"}}[5m]))'
-        for deployment in ("DraftServer", "TargetServer")
-    )
+    sent = _of_service(f'sum {SERVICE} (rate(specdec_offers_total{{deployment="DraftServer"}}[5m]))')
+    come = f'sum {SERVICE} (rate(specdec_offers_total{{deployment="TargetServer"}}[5m]))'
     yield _alert(
         "SpecdecRouterLinkDown",
         f"{lacking} or ({sent} > 0 and {come} == 0)",
@@ -297,6 +297,11 @@ def _updates() -> Iterator[Rule]:
         "Run kubectl describe on the RayService, and look for pods that do not start.",
         "a-replica-does-not-come-up",
     )
+
+
+def _of_service(of_draft: str) -> str:
+    """Series of the draft model's application, NAME-draft, under the name of its service."""
+    return f'label_replace({of_draft}, "application", "$1", "application", "(.+)-draft")'
 
 
 def _rate(name: str) -> str:

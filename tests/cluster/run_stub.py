@@ -9,6 +9,6 @@ from cluster.config.files import load_config
 
 if __name__ == "__main__":
     serve_command.run = lambda arguments: serve_command.serve(
-        load_config(None, config_overrides(arguments)), "tests.cluster.stub_app:build_app"
+        load_config(None, config_overrides(arguments)), "tests.cluster.stub_app:build"
     )
     sys.exit(main(["serve", *sys.argv[1:]]))

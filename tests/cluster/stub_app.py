@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from cluster.config.app import AppArgs
+from cluster.config.names import APPLICATION_NAME
 from specdec.core.errors import ModelLoadError
 
 
@@ -35,7 +36,7 @@ class Ingress:
         return PlainTextResponse(str(await self._worker.pid.remote()))
 
 
-def build_app(args: AppArgs) -> serve.Application:
+def build(args: AppArgs) -> dict[str, serve.Application]:
     ingress: Any = Ingress
     worker: Any = Worker
-    return ingress.bind(worker.bind(args.target.model))
+    return {APPLICATION_NAME: ingress.bind(worker.bind(args.target.model))}

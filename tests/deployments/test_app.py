@@ -87,7 +87,7 @@ def test_the_build_checks_them_before_anything_else(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "build",
-    [app.build_app, app.build_local_app, app.build_draft_pool, status.build_health, status.build_metrics],
+    [app.build_app, status.build_health, status.build_metrics],
     ids=lambda build: build.__name__,
 )
 def test_serve_can_tell_the_class_of_a_builders_argument(build: Any) -> None:
@@ -101,11 +101,10 @@ def test_every_replica_that_hangs_is_replaced_in_seconds(monkeypatch: pytest.Mon
     monkeypatch.setattr(app, "check_ray", lambda _: None)
     monkeypatch.setattr(app, "ray_devices", lambda: Devices(0, 8))
     monkeypatch.setattr(app, "ray_nodes", tuple)
-    service = [*deployments_of(app.build_local_app(AppArgs()))]
-    keys = {"demo": "plain", "applications": ["a"], "actors": {"draft": {"num_gpus": 0}}}
-    pool = [*deployments_of(app.build_draft_pool(app.DraftPoolArgs.model_validate(keys)))]
+    service = [one for built in app.build_local(AppArgs()).values() for one in deployments_of(built)]
+    draft = [*deployments_of(app.build_draft({"demo": "plain", "actors": {"draft": {"num_gpus": 0}}}))]
     parts = [build(status.StatusArgs())._bound_deployment for build in (status.build_health, status.build_metrics)]
     assert [one.name for one in service] == [INGRESS, ROUTER, TARGET, DRAFT]
-    for one in (*service, *pool, *parts):
+    for one in (*service, *draft, *parts):
         config = one._deployment_config
         assert (config.health_check_period_s, config.health_check_timeout_s) == (1, 5), one.name

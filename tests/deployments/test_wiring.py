@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import specdec.demo
 from cluster.config.app import AppArgs
 from cluster.config.environment import RAY_SETTINGS, check_node
+from cluster.launch.startup import NO_DRAFTS
 from cluster.models.identity import fingerprints
 from deployments import ingress, router, workers
 from deployments.metrics.autoscaling import Load
@@ -54,9 +56,6 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     workers.TargetServer(args, 1, 1.0)
     assert started["machine"].fingerprint == own.decision
     assert (started["fingerprints"], started["step_timeout_s"]) == (own, 5)
-    workers.DraftServer(args, 1, 1.0)
-    assert started["machine"].fingerprint == own.vocabulary
-    assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
     limited = args.model_copy(update={"limits": args.limits.model_copy(update={"max_reopens": 7})})
     router.SpeculationRouter(limited)
     assert started["machine"].quarantine.max_reopens == 7
@@ -78,7 +77,7 @@ def test_a_target_says_how_far_its_step_is(started: dict[str, Any]) -> None:
         ({}, False),
         ({"replicas": {"draft": {"min": 1, "max": 2}}}, False),
         ({"replicas": {"draft": {"min": 0, "max": 2}}}, True),
-        ({"draft": {"pool": "drafts"}}, True),
+        ({"draft": {"application": "drafts"}}, False),
     ],
 )
 def test_a_router_calls_for_a_drafter_where_there_may_be_none(
@@ -112,27 +111,105 @@ def test_a_router_calls_for_a_drafter_where_there_may_be_none(
     assert is_wanted(), "it takes nothing new"
 
 
-def test_a_router_knows_a_pool_by_its_application(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_knows_drafters_by_their_application(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "Waker", lambda *_: SimpleNamespace(close=None))
     monkeypatch.setattr(router.SpeculationRouter, "_closers", [], raising=False)
-    router.SpeculationRouter(AppArgs.model_validate({"draft": {"pool": "drafts"}}))
+    router.SpeculationRouter(AppArgs.model_validate({"draft": {"application": "drafts"}}))
     groups = {(group.application, group.deployment): group for group in started["workers"]}
     assert groups.keys() == {(None, "TargetServer"), ("drafts", "DraftServer")}
     groups["drafts", "DraftServer"].joined(started["machine"], "D", 0.0)
     assert started["machine"].worker_metrics()["D"][0] == "drafter"
 
 
+async def draft_server(**keys: Any) -> workers.DraftServer:
+    server = workers.DraftServer({"backend": SCRIPTED, "num_speculative_tokens": 2, **keys}, 1, 1.0)
+    server._host = None
+    return server
+
+
+async def loaded(server: workers.DraftServer, **config: Any) -> None:
+    await server.reconfigure({"applications": ["chat"], **config})
+    await server._has_tried.wait()
+
+
+async def test_a_drafter_serves_the_applications_that_its_user_config_names(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, dialled = await draft_server(), []
+    monkeypatch.setattr(server, "dial_routers_of", dialled.append)
+    await loaded(server, protocol={"lease_s": 9})
+    assert started["machine"].fingerprint == fingerprints(AppArgs()).vocabulary
+    assert (started["applications"], started["match"]) == (("chat",), "vocabulary")
+    monkeypatch.setattr(server, "_go_by", lambda args: None)
+    await server.reconfigure({"applications": ["chat", "code"]})
+    assert dialled == [("chat", "code")]
+    await server.reconfigure({"applications": ["chat"], "nonsense": 1})
+    assert server.config_metrics() == {"num_config_errors": 1.0}, "what was in force stays so"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"nonsense": 1}, "nonsense"),
+        ({"draft": {"model": "/nowhere"}}, "draft.model"),
+        ({"draft": {"method": "ngram"}}, "name no draft model"),
+    ],
+)
+async def test_a_draft_that_cannot_be_loaded_fails_no_start_and_says_why(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], words: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(workers, "_startup", lambda: nullcontext(said.append))
+    server = await draft_server(**keys)
+    await loaded(server)
+    assert words in server._failure
+    assert said[-1] == f"{NO_DRAFTS}{server._failure}"
+    assert (await server._metrics())["draft_failed"] == 1
+    await server.check_health()
+    assert not started
+
+
+async def test_a_draft_is_tried_again(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(workers, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(workers, "profile_drafter", lambda *_: None)
+    monkeypatch.setattr(workers, "backend_of", fails)
+    server = await draft_server()
+    await loaded(server)
+    assert "out of memory" in server._failure
+    monkeypatch.setattr(workers, "backend_of", lambda *_: SimpleNamespace(metrics=dict))
+    while server._machine is None:
+        await asyncio.sleep(0.01)
+    assert server._failure == ""
+    assert (await server._has_tried.wait(), bool(started)) == (True, True)
+
+
+async def test_another_vocabulary_makes_serve_replace_the_drafter(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await draft_server()
+    await loaded(server)
+    monkeypatch.setattr(server, "_go_by", lambda args: None)
+    monkeypatch.setattr(server, "dial_routers_of", lambda _: None)
+    await server.reconfigure({"applications": ["chat"]})
+    await server.check_health()
+    monkeypatch.setattr(workers, "_vocabulary", lambda _: "another")
+    await server.reconfigure({"applications": ["chat"]})
+    with pytest.raises(InvalidParameterError, match="another vocabulary"):
+        await server.check_health()
+
+
 async def test_drafters_tell_serve_how_late_drafts_are_for_the_application_that_waits_most(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = AppArgs.model_validate({"backend": SCRIPTED})
-    pool, own = workers.DraftServer(args, 1, 1.0, ("chat", "code")), workers.DraftServer(args, 1, 1.0)
-    shares = {"chat": [0.1], "code": [0.3, 0.2], "mine": []}
-    monkeypatch.setattr(workers.serve, "get_replica_context", lambda: SimpleNamespace(app_name="mine"))
+    server = await draft_server()
+    await loaded(server, applications=["chat", "code"])
+    shares = {"chat": [0.1], "code": [0.3, 0.2]}
     monkeypatch.setattr(workers.serve, "get_deployment_handle", lambda name, application: Shares(shares[application]))
-    for server, late in ((pool, 0.3), (own, 0.0)):
-        server._replica_metrics = SimpleNamespace(load=Load(4, busy=0.9))  # type: ignore[assignment]
-        assert await server.record_autoscaling_stats() == asdict(Load(4, busy=0.9, late=late))
+    server._replica_metrics = SimpleNamespace(load=Load(4, busy=0.9))  # type: ignore[assignment]
+    assert await server.record_autoscaling_stats() == asdict(Load(4, busy=0.9, late=0.3))
 
 
 class Shares:

@@ -23,6 +23,7 @@ from tests.integration.kills import Comparison, Stream, Streams
 from tests.integration.nodes import (
     ROLE,
     LocalCluster,
+    deploy,
     is_ready,
     is_running,
     is_served,
@@ -77,11 +78,6 @@ class Service:
 @contextmanager
 def service() -> Iterator[Service]:
     """A service that is ready."""
-    from ray import serve
-
-    from cluster.config.app import AppArgs
-    from deployments.app import build_app
-
     cluster = LocalCluster({"num_cpus": 0})
     try:
         front = cluster.add("front", num_cpus=2)
@@ -89,7 +85,7 @@ def service() -> Iterator[Service]:
         models = [cluster.add("models", num_cpus=2, resources=resources) for _ in range(2)]
         cluster.connect()
         cluster.start_serve()
-        serve.run(build_app(AppArgs.model_validate(ARGS)), name=APPLICATION)
+        deploy(ARGS)
         running = Service(cluster, front, models)
         eventually(lambda: is_ready(running.url), TIMEOUT_S, "the service is ready")
         yield running

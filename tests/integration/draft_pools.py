@@ -27,7 +27,7 @@ MODELS = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid"}
 """The model of each application, which has the name of its demo target."""
 TIMEOUT_S = 120.0
 NUM_STREAMS, MAX_TOKENS = 4, 200
-_COMMON = {"num_speculative_tokens": 4, "actors": {"draft": {"num_cpus": 1, "num_gpus": 0, "resources": {"drafts": 1}}}}
+_COMMON = {"num_speculative_tokens": 4}
 
 
 @contextmanager
@@ -53,9 +53,9 @@ def deploy(name: str) -> None:
 
     here = {"resources": {"targets": 1}}
     actors = {"target": {"num_cpus": 1, "num_gpus": 0, **here}, "router": here, "ingress": here}
-    args = AppArgs.model_validate({**_COMMON, "demo": name, "draft": {"pool": POOL}, "actors": actors})
+    args = AppArgs.model_validate({**_COMMON, "demo": name, "draft": {"application": POOL}, "actors": actors})
     serve.run(build_app(args), name=name, route_prefix=f"/{name}")
-    page = StatusArgs(application=name, draft_pool=POOL)
+    page = StatusArgs(application=name, drafts=(POOL,))
     serve.run(build_metrics(page), name=f"{name}-metrics", route_prefix=f"/{name}/metrics")
 
 
@@ -63,10 +63,11 @@ def deploy_pool() -> None:
     """Deploy a drafter for all of them."""
     from ray import serve
 
-    from deployments.app import DraftPoolArgs, build_draft_pool
+    from deployments.app import build_draft
 
-    args = DraftPoolArgs.model_validate({**_COMMON, "applications": list(MODELS)})
-    serve.run(build_draft_pool(args), name=POOL, route_prefix=None)
+    actors = {"draft": {"num_cpus": 1, "num_gpus": 0, "resources": {"drafts": 1}}}
+    app = build_draft({**_COMMON, "demo": "plain", "actors": actors}, {"applications": list(MODELS)})
+    serve.run(app, name=POOL, route_prefix=None)
 
 
 class Line:

@@ -23,7 +23,7 @@ from typing import Any
 import httpx2
 
 from tests.integration.kills import Comparison, Streams
-from tests.integration.nodes import prepare, serve_alone
+from tests.integration.nodes import deploy, prepare, serve_alone
 from tests.integration.running import eventually
 
 ARGS: dict[str, Any] = {
@@ -114,17 +114,7 @@ def service(args: dict[str, Any], num_cpus: int) -> Iterator[str]:
 
 def apply(args: dict[str, Any]) -> None:
     """Hand Serve the application, and do not wait."""
-    from ray import serve
-
-    from cluster.config.app import AppArgs
-    from deployments.app import build_app
-
-    app = build_app(AppArgs.model_validate(args))
-    serve.run_many(
-        [serve.RunTarget(target=app, name="specdec", route_prefix="/")],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    deploy(args, waits=False)
 
 
 def application() -> str:

@@ -162,8 +162,27 @@ class LocalCluster:
         self.ray.shutdown()
 
 
+def deploy(args: Mapping[str, Any], *, waits: bool = True) -> None:
+    """Hand Serve a service and its draft model, as ``specdec render`` has them, and wait until both run."""
+    from ray import serve
+
+    from cluster.config.app import AppArgs
+    from cluster.config.names import APPLICATION_NAME, DRAFT_APPLICATION_NAME
+    from cluster.launch.applications import of_draft, of_service
+    from deployments.app import build_app, build_draft
+
+    parsed = AppArgs.model_validate(args)
+    fixed, user_config = of_draft(parsed)
+    draft = build_draft(fixed, user_config)
+    targets = [
+        serve.RunTarget(target=build_app(of_service(parsed)), name=APPLICATION_NAME, route_prefix="/"),
+        serve.RunTarget(target=draft, name=DRAFT_APPLICATION_NAME, route_prefix=None),
+    ]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=waits, wait_for_applications_running=waits)
+
+
 def replicas(application: str) -> dict[str, dict[int, str]]:
-    """The live replicas of an application, from Ray's table of actors: by deployment, the role of each pid's node."""
+    """The live replicas of an application, its draft model's among them: by deployment, the role of each pid's node."""
     import ray
     from ray._private.state import actors
 
@@ -171,7 +190,7 @@ def replicas(application: str) -> dict[str, dict[int, str]]:
     found: dict[str, dict[int, str]] = {name: {} for name in DEPLOYMENTS}
     for actor in actors(actor_state_name="ALIVE").values():
         owner, _, rest = actor["Name"].removeprefix(REPLICA).partition("#")
-        if actor["Name"].startswith(REPLICA) and owner == application:
+        if actor["Name"].startswith(REPLICA) and owner in (application, f"{application}-draft"):
             found[rest.partition("#")[0]][actor["Pid"]] = roles[actor["Address"]["NodeID"]]
     return found
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx2
 
+from tests.integration import nodes
 from tests.integration.kills import Comparison, Streams
 from tests.integration.nodes import prepare, serve_alone
 from tests.integration.running import eventually
@@ -41,13 +42,8 @@ TIMEOUT_S = 200.0
 
 def deploy(changes: dict[str, Any]) -> None:
     """Hand Serve the application with some keys changed, and wait until the new replicas run."""
-    from ray import serve
-
-    from cluster.config.app import AppArgs
-    from deployments.app import build_local_app
-
-    actors = {name: {"num_cpus": 1} for name in ("target", "draft")}
-    serve.run(build_local_app(AppArgs.model_validate({**ARGS, "actors": actors, **changes})), name="specdec")
+    actors = {name: {"num_cpus": 1, "num_gpus": 0} for name in ("target", "draft")}
+    nodes.deploy({**ARGS, "actors": actors, **changes})
 
 
 def load_adapter(url: str, folder: str) -> None:

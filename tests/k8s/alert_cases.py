@@ -86,12 +86,13 @@ _STUCK = {
 }
 
 
-def _two(deployment: str) -> dict[str, str]:
-    return {f'specdec_worker_sequences{{deployment="{deployment}", replica="{name}"}}': held((0, 40)) for name in "ab"}
+def _two(deployment: str, application: str = "specdec") -> dict[str, str]:
+    labels = f'deployment="{deployment}", application="{application}"'
+    return {f'specdec_worker_sequences{{{labels}, replica="{name}"}}': held((0, 40)) for name in "ab"}
 
 
 _LOST_OFFERS = {
-    'specdec_offers_total{deployment="DraftServer"}': counted((60, 40)),
+    'specdec_offers_total{deployment="DraftServer", application="specdec-draft"}': counted((60, 40)),
     'specdec_offers_total{deployment="TargetServer"}': counted((0, 20), (60, 20)),
 }
 
@@ -207,6 +208,11 @@ CASES = (
         for name in ("failed_steps", "worker_errors", "skipped_sequences", "suspects")
     ),
     Case("SpecdecRouterLinkDown", _two("TargetServer") | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
-    Case("SpecdecRouterLinkDown", _two("DraftServer") | _linked("drafter", "r", (1, 20), (2, 20)), 10, 30),
+    Case(
+        "SpecdecRouterLinkDown",
+        _two("DraftServer", "specdec-draft") | _linked("drafter", "r", (1, 20), (2, 20)),
+        10,
+        30,
+    ),
     Case("SpecdecRouterLinkDown", _LOST_OFFERS, 15, 35),
 )

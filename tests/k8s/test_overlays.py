@@ -16,7 +16,18 @@ from cluster.config.app import AppArgs
 from cluster.config.environment import RAY_SETTINGS
 from cluster.config.files import load_config
 from cluster.config.live import reconfigured
-from cluster.config.names import APPLICATION, APPLICATION_NAME, DEPLOYMENTS, STATUS, STATUS_PARTS
+from cluster.config.names import (
+    APPLICATION,
+    APPLICATION_NAME,
+    DRAFT,
+    DRAFT_APPLICATION,
+    DRAFT_APPLICATION_NAME,
+    INGRESS,
+    ROUTER,
+    STATUS,
+    STATUS_PARTS,
+    TARGET,
+)
 from cluster.config.replicas import least, most
 from cluster.models.vllm import runtime_env
 from k8s.__main__ import files
@@ -61,9 +72,11 @@ def serve_config(overlay):
 
 
 def app_args(overlay):
-    application = serve_config(overlay)["applications"][0]
-    args = AppArgs.model_validate(application["args"])
-    return reconfigured(args, application["deployments"][0]["user_config"])
+    """What both applications are told, in one."""
+    service, draft, *_ = serve_config(overlay)["applications"]
+    args, of_draft = service["args"], draft["args"]
+    args |= {"draft": of_draft.get("draft", {}), "actors": args["actors"] | of_draft["actors"]}
+    return reconfigured(AppArgs.model_validate(args), service["deployments"][0]["user_config"])
 
 
 def container(pod):
@@ -125,9 +138,11 @@ def test_generated_files_are_up_to_date():
 def test_serves_configuration_is_serves(overlay):
     from ray.serve.schema import ServeDeploySchema
 
-    application, *status = ServeDeploySchema.model_validate(serve_config(overlay)).applications
+    application, draft, *status = ServeDeploySchema.model_validate(serve_config(overlay)).applications
     assert (application.import_path, application.name) == (APPLICATION, APPLICATION_NAME)
-    assert {deployment.name for deployment in application.deployments} == set(DEPLOYMENTS)
+    assert (draft.import_path, draft.name, draft.route_prefix) == (DRAFT_APPLICATION, DRAFT_APPLICATION_NAME, None)
+    deployments = [*application.deployments, *draft.deployments]
+    assert [deployment.name for deployment in deployments] == [INGRESS, ROUTER, TARGET, DRAFT]
     assert [(one.route_prefix, one.import_path) for one in status] == [
         (f"/{part}", f"{STATUS}:build_{part}") for part in STATUS_PARTS
     ]
@@ -251,7 +266,7 @@ def test_ingress_router_and_status_run_where_no_model_does(overlay):
     models = {args.actors.target.label_selector["role"], args.actors.draft.label_selector["role"]}
     assert args.actors.ingress.label_selector == args.actors.router.label_selector == {"role": "front"}
     assert "front" not in models
-    for application in serve_config(overlay)["applications"][1:]:
+    for application in serve_config(overlay)["applications"][2:]:
         (deployment,) = application["deployments"]
         assert deployment["ray_actor_options"] == {"num_cpus": 0, "label_selector": {"role": "front"}}
     front = groups(overlay)["front" if overlay in PROD else "headgroup"]

@@ -102,5 +102,5 @@ def test_one_file_goes_from_a_laptop_to_a_cluster_in_a_clean_clone(tmp_path: Pat
         "cat files/serve.yaml",
         "kubectl kustomize mine",
     )
-    assert printed.count("Qwen/Qwen3-8B") == 3
+    assert printed.count("Qwen/Qwen3-8B") == 5
     assert "nvidia.com/gpu: 2" in printed

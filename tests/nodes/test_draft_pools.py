@@ -1,4 +1,4 @@
-"""One pool of drafters under two applications: both draft, and its absence and its death cost speed alone."""
+"""One draft model under two applications: both draft, and its absence and its death cost speed alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.integration.nodes import rows_of
 
 
 @pytest.mark.timeout(900)
-def test_one_pool_of_drafters_drafts_for_two_applications_and_costs_only_speed() -> None:
+def test_one_draft_model_drafts_for_two_applications_and_costs_only_speed() -> None:
     rows = rows_of("draft_pools")
     for row in rows:
         assert row["broken"] == {"plain": 0, "hybrid": 0}, row

@@ -157,8 +157,7 @@ NOT_TOGETHER = OF_VLLM | {
     "draft.tree_tokens": 16,
     "target.device_map": "auto",
     "draft.device": "cpu",
-    "draft.pool": "drafts",
-    "separate_draft": True,
+    "draft.application": "drafts",
     "lora.adapters": "sql=/srv/sql, chat=some/chat",
     "lora.models": "target",
     "lora.folder": "/srv/adapters",
@@ -253,7 +252,7 @@ def test_flags_and_yaml_say_the_same(tmp_path):
 
 @pytest.mark.parametrize("key", EXAMPLES | NOT_TOGETHER)
 def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
-    needed = {"target.model": "t"} if key == "draft.pool" else {"target.model": "t", "draft.model": "d"}
+    needed = {"target.model": "t"} if key == "draft.application" else {"target.model": "t", "draft.model": "d"}
     needed |= {"target.engine": "vllm"} if key in OF_VLLM else {}
     if key in ("draft.heads", "draft.tree_tokens"):
         needed |= {"draft.method": "model+medusa", "draft.heads": "h"}

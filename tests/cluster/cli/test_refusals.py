@@ -14,8 +14,6 @@ from cluster.cli.vllm_flags import INSTEAD, advice
 
 FILE = "FILE.yaml"
 DEMO, T = {"demo": "plain"}, {"target": "t", "draft": "d"}
-APART = T | {"separate_draft": True}
-PLACED = {"actors": {"target": {"num_gpus": 1}, "draft": {"num_gpus": 0.5, "num_cpus": 1}}}
 
 COMMANDS: list[tuple[str, str]] = [
     ("frobnicate", "'serve', 'generate', 'replay', 'config', 'render', 'demo', 'doctor'"),
@@ -59,9 +57,8 @@ ON_A_CLUSTER: list[tuple[dict[str, Any], str, str]] = [
     (DEMO | {"port": 9000}, "--overlay dev", "port: the pods' port is 8000"),
     (DEMO | {"tls": {"ssl_certfile": "c", "ssl_keyfile": "k"}}, "--overlay dev", "tls: KubeRay and the probes speak"),
     (DEMO | {"tls": {"ssl_certfile": "c"}}, "", "tls: ssl_certfile and ssl_keyfile need each other"),
-    ({"target": "t", "draft": {"pool": "p"}}, "", "draft.pool: this is one application"),
-    (APART | PLACED | {"draft": None}, "", "separate_draft: there is no draft model"),
-    (APART, "", "separate_draft: two applications share no devices out"),
+    ({"target": "t", "draft": {"application": "p"}}, "", "draft.application: this is one pair"),
+    (T | {"separate_draft": True}, "", "the draft model always is an application of its own"),
     (DEMO, "--overlay nowhere", "overlay: nowhere is no folder"),
     (DEMO | {"store": {"redis_url": "redis://:hf_0123@host"}}, "", "store.redis_url: must hold no password"),
     (DEMO | {"store": {"redis_url": "host:6379"}}, "", "store.redis_url: must be redis://host"),

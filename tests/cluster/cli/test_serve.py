@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from cluster.cli.serve import progress, run_service, say
-from cluster.config.app import ServiceConfig
-from specdec.core.errors import InvalidParameterError
+from cluster.cli.serve import progress, say
 
 
 class Broken:
@@ -28,8 +26,3 @@ def test_a_line_that_cannot_be_written_is_not_an_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stdout", Broken(error))
     progress()("stopping; Ctrl-C again to force")
     say("Try it")
-
-
-def test_a_separate_draft_is_not_served_on_one_machine() -> None:
-    with pytest.raises(InvalidParameterError, match="separate_draft: is for a cluster"):
-        run_service(ServiceConfig(separate_draft=True), "")

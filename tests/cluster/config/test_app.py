@@ -72,7 +72,7 @@ def test_a_target_alone_has_no_draft():
         ({"method": "ngram"}, (False, False, True, False)),
         ({"method": ["ngram"]}, (False, False, True, False)),
         ({"method": ["ngram", "model"]}, (True, True, True, True)),
-        ({"method": "ngram+model", "pool": "drafts"}, (True, False, True, True)),
+        ({"method": "ngram+model", "application": "drafts"}, (True, False, True, True)),
         ({"method": "medusa"}, (False, False, False, True)),
         ({"method": ["ngram", "medusa"], "heads": "h"}, (False, False, True, True)),
         ({"method": ["ngram", "model", "medusa"]}, (True, True, True, True)),
@@ -100,7 +100,6 @@ def test_the_applications_arguments_are_all_but_the_address():
     assert {path.partition(".")[0] for path, _ in keys_of(ServiceConfig)} - set(AppArgs.model_fields) == {
         "host",
         "port",
-        "separate_draft",
         "tls",
         "tracing",
         "update_timeout_s",

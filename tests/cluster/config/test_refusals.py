@@ -151,7 +151,7 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     (T | {"draft.model": "d", "draft.engine": "vllm"}, "draft.engine", "'transformers' or 'openvino'"),
     (T | {"draft.method": "ngram+model"}, "draft.method", "ngram+model needs a draft model"),
     (T | {"draft.method": "ngram", "draft.model": "d"}, "draft", "method ngram has no draft model"),
-    ({"draft.method": "ngram", "draft.pool": "drafts"}, "draft", "method ngram has no draft model"),
+    ({"draft.method": "ngram", "draft.application": "drafts"}, "draft", "method ngram has no draft model"),
     ({"draft.method": "ngram", "draft.kv_cache_memory": 0.5}, "draft", "method ngram has no draft model"),
     (T | {"draft.method": "medusa"}, "draft.heads", "name the target's heads"),
     ({"draft.method": "eagle3"}, "draft.heads", "name the target's heads"),
@@ -175,7 +175,7 @@ TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     (PAIRED | {"draft.device": "cpu"}, "draft.placement", "has the target's device"),
     (PAIRED | {"replicas.draft": 2}, "draft.placement", "leave out replicas.draft"),
     (PAIRED | {"actors.draft.num_cpus": 2}, "draft.placement", "leave out actors.draft"),
-    (PAIRED | {"draft.pool": "drafts"}, "draft", "pool and placement exclude each other"),
+    (PAIRED | {"draft.application": "drafts"}, "draft", "leave out application or placement"),
     ({"draft.placement": "here"}, "draft.placement", "'auto', 'same_process' or 'separate'"),
 ]
 READ: list[tuple[dict[str, Any], str, str]] = [

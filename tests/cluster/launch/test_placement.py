@@ -132,7 +132,7 @@ def test_a_pair_has_one_process_where_it_has_one_gpu_or_is_told_to(devices, keys
         assert with_pair_placed(placed, devices) is placed
 
 
-def test_a_pool_of_drafts_shares_with_no_target():
+def test_a_draft_model_shares_with_no_target():
     args = validated(AppArgs, {"replicas": {"target": 3, "draft": 2}})
     placement = placement_of(args, Devices(2, 8), has_target=False)
     assert placement.draft.ray_actor_options == {"num_cpus": 1, "num_gpus": 1}

@@ -117,6 +117,7 @@ def test_machines_report_what_the_list_names() -> None:
     by_backends |= {"backend", "num_forbidden_draft_tokens", "num_failed_draft_steps"}
     by_backends |= {"num_loaded_adapters", "num_adapter_loads", "executor_recorded"}
     by_replicas |= {"slots_used_share", "num_waiting_requests", "num_requests_refused", "longest_queue_s"}
+    by_replicas |= {"draft_failed"}
     by_groups = {"measured_gain"}
     for family in REPORTED:
         if not family.figure.startswith(("kv_", "state_", "num_state")) and family.figure not in (

@@ -32,7 +32,9 @@ async def health(monkeypatch: pytest.MonkeyPatch, stages: Any, missing: dict[str
     monkeypatch.setattr(ReplicaPoll, "get", nobody)
     monkeypatch.setattr(status, "missing_parts", lambda *_: dict(missing))
     monkeypatch.setattr(status, "starting", stages)
-    answer = await Health(StatusArgs(draft_pool="drafts"))(Request({"type": "http", "method": "GET"}))
+    page = Health(StatusArgs(drafts="drafts"))
+    await page.check_health()
+    answer = await page(Request({"type": "http", "method": "GET"}))
     return answer.status_code, json.loads(bytes(answer.body))
 
 
@@ -44,13 +46,17 @@ async def test_what_replicas_do_that_start_is_told(monkeypatch: pytest.MonkeyPat
         return {deployment: LOADS[deployment]}
 
     code, answer = await health(monkeypatch, stages, missing)
-    told = {"TargetServer": LOADS["TargetServer"], "drafts/DraftServer": LOADS["DraftServer"]}
+    told = {"TargetServer": LOADS["TargetServer"]}
     assert (code, answer["status"], answer["starting"]) == (503, "unavailable", told)
+    assert answer["drafts"] == {"drafts": LOADS["DraftServer"]}
     assert answer["missing"] == missing | {"target": "loading x: 3.1 of 7.5 GB"}
 
 
-async def test_nothing_is_asked_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await health(monkeypatch, None, {}) == (200, {"status": "ready", "missing": {}})
+async def test_why_nothing_is_drafted_is_told_of_a_service_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = {"DraftServer": "no drafts: it has another vocabulary"}
+    code, answer = await health(monkeypatch, lambda name: why if name == "drafts" else pytest.fail("not asked"), {})
+    assert (code, answer) == (200, {"status": "ready", "missing": {}, "drafts": {"drafts": why["DraftServer"]}})
+    assert await health(monkeypatch, lambda _: {}, {}) == (200, {"status": "ready", "missing": {}})
 
 
 async def test_a_head_that_does_not_answer_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +101,5 @@ async def test_of_the_updates_of_service_and_draft_pool_the_worse_is_told(
         return None if state is None else {"status": state}
 
     monkeypatch.setattr(status.UpdateWatch, "get", update)
-    _, answer = await health(monkeypatch, None, {})
+    _, answer = await health(monkeypatch, lambda _: {}, {})
     assert answer.get("update", {}).get("status") == shown

@@ -102,7 +102,8 @@ async def test_ray_is_told_of_each_application_whether_its_update_is_late(monkey
     told_of: dict[str, float] = {}
     now_s = 1000.0
     monkeypatch.setattr("deployments.operate.status.time.monotonic", lambda: now_s)
-    health = Health(StatusArgs(update_timeout_s=60, draft_pool="pool"))
+    health = Health(StatusArgs(update_timeout_s=60, drafts="pool"))
+    monkeypatch.setattr("deployments.operate.status.starting", lambda _: {})
     monkeypatch.setattr(health._late, "set", lambda value, tags: told_of.update({tags["application"]: value}))
     for pause_s, is_late in ((0, 0), (59, 0), (2, 1)):
         now_s += pause_s
