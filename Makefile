@@ -163,7 +163,7 @@ tables: $(SERVE)
 
 # Versions are those of constraints.txt; hashes are those of the package index, for every platform.
 lock: $(TOOLS)
-	@$(VENV)/tools/bin/uv pip compile pyproject.toml --extra otlp --extra redis --constraint constraints.txt --universal \
+	@$(VENV)/tools/bin/uv pip compile pyproject.toml --extra otlp --constraint constraints.txt --universal \
 		--python-version 3.11 --generate-hashes --no-annotate --quiet --custom-compile-command "make lock" --output-file requirements.lock
 
 dist: $(TOOLS)

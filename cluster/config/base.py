@@ -81,6 +81,7 @@ REMOVED: dict[str, str] = {
     "drafters": "a sequence has one drafter; replicas.draft gives another when it dies",
     "extensions": "code of your own reads a file or a variable of its own",
     "numeric_contract_lost": "send exactness: fast with requests that may go on in other bits",
+    "store": "responses and adapters are in one actor on the head node; Redis keeps only Ray's own tables",
     "receipts": "to check an answer, send its request again with the same seed",
     "separate_draft": "the draft model always is an application of its own",
 }

@@ -111,11 +111,6 @@ def keys_from_environment() -> dict[str, str]:
     }
 
 
-def redis_password() -> str | None:
-    """The password of the Redis that ``store.redis_url`` names; None where there is none."""
-    return os.environ.get("SPECDEC_REDIS_PASSWORD") or None
-
-
 API_KEYS_VARIABLE = "SPECDEC_API_KEYS"
 _LEAST_KEY_CHARACTERS = 16
 

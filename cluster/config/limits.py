@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from cluster.config.base import StrictModel
 from specdec.core.errors import InvalidParameterError
@@ -90,30 +89,6 @@ class Limits(StrictModel):
     def body_bytes(self, max_model_len: int) -> int:
         """The largest request body where a sequence has at most so many tokens."""
         return (1 << 20) + 8 * max_model_len if self.max_body_bytes is None else self.max_body_bytes
-
-
-class Store(StrictModel):
-    """Where the stored responses, and the adapters loaded at run time, are kept."""
-
-    redis_url: str | None = Field(
-        None,
-        description="Redis for stored responses and loaded adapters; none: an actor in the Ray cluster",
-    )
-    key_prefix: str = Field(
-        "specdec",
-        pattern=r"^[\w.-]{1,64}$",
-        description="prefix of all keys in Redis; services of one name need different ones",
-    )
-
-    @field_validator("redis_url")
-    @classmethod
-    def _has_no_password(cls, url: str | None) -> str | None:
-        found = None if url is None else urlsplit(url)
-        if found is not None and (found.scheme not in ("redis", "rediss") or not found.hostname):
-            raise ValueError("must be redis://host:port/database, or rediss:// for TLS")
-        if found is not None and found.password:
-            raise ValueError("must hold no password: set the variable SPECDEC_REDIS_PASSWORD on every node")
-        return url
 
 
 class ResponsesStore(StrictModel):

@@ -131,8 +131,6 @@ EXAMPLES = {
     "unknown_fields": "refuse",
     "trust_request_chat_template": True,
     "unsupported_tools": "drop",
-    "store.redis_url": "redis://redis:6379/1",
-    "store.key_prefix": "chat",
     "responses_store.enabled": True,
     "responses_store.max_responses": 100,
     "responses_store.max_bytes": 1 << 20,

@@ -1,14 +1,11 @@
-"""The store's contract, of each of its kinds: in memory, in Redis."""
+"""The store's contract, and the actor that holds it."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import shutil
-import socket
-import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,54 +17,16 @@ from cluster.config.limits import ResponsesStore
 from deployments.http import store as store_module
 from deployments.http.store import NOTHING, Changes, MemoryStore, Store
 from deployments.operate import stores as stores_module
-from deployments.operate.stores import RayStore, RedisStore, open_store
+from deployments.operate.stores import RayStore, open_store
 from specdec.core.errors import ServiceUnavailableError
 
 MakeStore = Callable[..., Store]
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis of its own."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed (Debian: apt install redis-server)")
-    pytest.importorskip("redis", reason="Redis' client is not installed (the extra redis)")
-    folder = tmp_path_factory.mktemp("redis")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL)
-    try:
-        deadline_s = time.monotonic() + 30
-        while time.monotonic() < deadline_s:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.02)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[MakeStore]:
+@pytest.fixture
+def make() -> MakeStore:
     """Makes an empty store with bounds."""
-    if request.param == "memory":
-        yield lambda **bounds: MemoryStore(ResponsesStore(**bounds))
-        return
-    url = request.getfixturevalue("redis_url")
-    stores: list[RedisStore] = []
-
-    def redis(**bounds: Any) -> Store:
-        stores.append(RedisStore(url, f"{request.node.name}-{len(stores)}", ResponsesStore(**bounds)))
-        return stores[-1]
-
-    yield redis
-    for store in stores:
-        await store._client.aclose()
+    return lambda **bounds: MemoryStore(ResponsesStore(**bounds))
 
 
 async def there(store: Store, owner: str, names: Any) -> list[str]:
@@ -203,14 +162,6 @@ async def test_an_eviction_looks_at_no_other_record(monkeypatch: pytest.MonkeyPa
     assert counts[1] < 2 * counts[0]
 
 
-async def test_a_redis_that_is_gone_is_unavailable() -> None:
-    pytest.importorskip("redis")
-    store = RedisStore("redis://127.0.0.1:1/0", "gone", ResponsesStore())
-    for call in (store.get("o", "a"), store.put("o", "a", b"x"), store.changes(NOTHING, 0.0)):
-        with pytest.raises(ServiceUnavailableError):
-            await call
-
-
 WATCHED = Changes(("id", 1), True, {"n": b"1"})
 
 
@@ -271,47 +222,28 @@ def versions(**keys: Any) -> list[AppArgs]:
     return [validated(AppArgs, keys | change) for change in changes]
 
 
-async def test_an_update_finds_in_redis_what_was_there(redis_url: str) -> None:
-    before, after = (open_store(args, "updated") for args in versions(store={"redis_url": redis_url}))
-    await before.put("o", "response", b"x")
-    await before.assign("adapter", b"1")
-    assert await after.get("o", "response") == b"x"
-    assert (await after.changes(NOTHING, 0.0)).values == {"adapter": b"1"}
-    for store in (before, after):
-        await store._client.aclose()
-
-
-async def test_without_redis_one_actor_outlives_updates_on_the_nodes_of_ingresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_actor_on_the_head_outlives_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     async def set_bounds(_: ResponsesStore) -> None: ...
 
-    def options(**given: Any) -> Any:
+    def remote_options(**given: Any) -> Any:
         asked.append(given)
         actor = SimpleNamespace(set_bounds=SimpleNamespace(remote=set_bounds))
         return SimpleNamespace(remote=lambda _: actor)
 
-    monkeypatch.setattr(stores_module.ray, "remote", lambda _: SimpleNamespace(options=options))
-    labels = {"pool": "front"}
-    for args in versions(actors={"ingress": {"label_selector": labels}}):
+    monkeypatch.setattr(stores_module.ray, "remote", lambda _: SimpleNamespace(options=remote_options))
+    head = "ab" * 28
+    alive = [("cd" * 28, {"CPU": 4.0}), (head, {"node:__internal_head__": 1.0})]
+    nodes = [{"NodeID": name, "Alive": True, "Resources": resources} for name, resources in alive]
+    monkeypatch.setattr(stores_module.ray, "nodes", lambda: nodes)
+    for args in versions(actors={"ingress": {"label_selector": {"pool": "front"}}}):
         await open_store(args, "specdec")._start()
     before, after = asked
+    for options in asked:
+        strategy = options.pop("scheduling_strategy")
+        assert (strategy.node_id, strategy.soft) == (head, True), "a drain of a worker node does not take it"
     assert before == after
     assert (before["name"], before["namespace"], before["get_if_exists"]) == ("store:specdec", "specdec", True)
     assert (before["lifetime"], before["max_restarts"]) == ("detached", -1), "a node that goes costs what it held"
-    assert (before["label_selector"], before["num_cpus"]) == (labels, 0)
-
-
-async def test_stores_of_two_services_share_nothing(redis_url: str) -> None:
-    one, other = (RedisStore(redis_url, name, ResponsesStore()) for name in ("one", "other"))
-    await one.put("o", "a", b"x")
-    await one.assign("n", b"1")
-    assert await other.get("o", "a") is None
-    assert (await other.changes(NOTHING, 0.0)).values == {}
-    again = RedisStore(redis_url, "one", ResponsesStore())
-    assert await again.get("o", "a") == b"x"
-    assert (await again.changes(NOTHING, 0.0)).values == {"n": b"1"}
-    for store in (one, other, again):
-        await store._client.aclose()
+    assert before["num_cpus"] == 0
