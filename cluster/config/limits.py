@@ -84,6 +84,9 @@ class Limits(StrictModel):
     stream_comment_every_s: float = Field(
         15.0, gt=0, le=86400, description="while a stream has nothing to send, it sends an SSE comment this often"
     )
+    slow_client_timeout_s: float = Field(
+        30.0, gt=0, le=86400, description="a stream ends of which its client takes nothing for this long"
+    )
     retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
 
     def body_bytes(self, max_model_len: int) -> int:

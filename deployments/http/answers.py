@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -16,8 +19,13 @@ from deployments.http.api import Api
 from deployments.http.errors import ClientGoneError, api_error
 from deployments.http.generation import Generation, JoinedDeltas, SampleDelta
 from deployments.http.job import Job
+from deployments.http.untaken import SlowClientError, Untaken
 from deployments.http.writing import Event, Json, Writer, json_bytes
 
+_logger = logging.getLogger("ray.serve")
+
+QUEUE = "queue"
+"""In a connection's state: what Serve holds of its answer."""
 WARNING = "x-specdec-warning"
 """Header of an answer that is whole and right, and of which something else failed."""
 _COMMENT = b": still here\n\n"
@@ -99,11 +107,16 @@ class StreamedAnswer(Response):
         self._sending = asyncio.Lock()
         self._has_begun = self._has_ended = False
         self._sent_s = 0.0
+        self._untaken = Untaken(deque(), math.inf)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send."""
+        queue = scope.get("state", {}).get(QUEUE, deque())
+        self._untaken = Untaken(queue, self._api.settings.limits.slow_client_timeout_s)
         try:
             await while_connected(receive, self._stream(send))
+        except SlowClientError as error:
+            _logger.warning("The request %s ends: %s", self._job.context.label, error)
         except ClientGoneError:
             return
 
@@ -132,7 +145,13 @@ class StreamedAnswer(Response):
     async def _generate(self, send: Send) -> None:
         try:
             async with _generating(self._api, self._job) as generation:
-                await self._events(send, generation)
+                try:
+                    await self._events(send, generation)
+                except Exception:
+                    await self._untaken.until_taken()
+                    raise
+                finally:
+                    self._untaken.count()  # what is not taken by now was generated in vain
         except ClientGoneError:
             raise
         except Exception as error:
@@ -153,12 +172,13 @@ class StreamedAnswer(Response):
                 count = _num_entries(self._job, delta)
                 repeated = self._writer.num_repeated if delta.finish else 0
                 written = partial(self._written, delta, generation)
-                await self._send(send, await self._api.write(count, written, repeated))
-                generation.delivered(delta.index, len(delta.token_ids))
+                events = await self._api.write(count, written, repeated)
+                await self._send(send, events, partial(generation.delivered, delta.index, len(delta.token_ids)))
         await self._writer.settle(generation)
         closing = partial(self._writer.closing, generation)
         ended = await self._api.write(0, lambda: _encoded(closing()), self._writer.num_repeated)
-        await self._send(send, ended + self._writer.end_mark)
+        await self._send(send, ended + self._writer.end_mark, is_end=True)
+        await self._untaken.until_taken()
 
     async def _gathered(self, generation: Generation) -> AsyncGenerator[SampleDelta]:
         """What is worth an event: a choice's first news, then as many tokens as events shall hold, and its end."""
@@ -186,16 +206,22 @@ class StreamedAnswer(Response):
     def _written(self, delta: SampleDelta, generation: Generation) -> bytes:
         return _encoded(self._writer.news(delta, generation, self._num_sent))
 
-    async def _send(self, send: Send, events: bytes, *, is_end: bool = False) -> None:
+    async def _send(
+        self, send: Send, events: bytes, taken: Callable[[], None] = lambda: None, *, is_end: bool = False
+    ) -> None:
         """Send events, after the headers where these were not sent; one message at a time, and none after the end."""
         try:
             async with self._sending:
                 if not self._has_begun:
                     self._has_begun = True
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    self._untaken.sent(0, lambda: None)
                 if (events or is_end) and not self._has_ended:
                     self._has_ended = is_end
                     await send({"type": "http.response.body", "body": events, "more_body": not is_end})
+                    self._untaken.sent(len(events), taken)
+                else:
+                    taken()
                 self._sent_s = time.monotonic()
         except OSError as error:
             raise ClientGoneError from error

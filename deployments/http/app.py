@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from deployments.http.admission import Admission
+from deployments.http.answers import QUEUE
 from deployments.http.api import Api
 from deployments.http.errors import add_error_handlers
 from deployments.http.ignored import IgnoredFields
@@ -19,6 +21,7 @@ from deployments.http.observer import Observer
 from deployments.http.routes import completions, pages, responses
 from deployments.http.service import ApiSettings, TokenService
 from deployments.http.store import Store
+from deployments.http.untaken import queue_of
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.structured.compiler import Grammars
 from specdec.structured.parsing.selection import AnswerForms
@@ -26,6 +29,15 @@ from specdec.text.detokenizer import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class _Application(FastAPI):
+    """Keeps with each request the queue of Serve's that holds its answer: what stands inside wraps ``send``."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        scope.setdefault("state", {})[QUEUE] = queue_of(send)
+        await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -54,7 +66,7 @@ def create_app(
     """
     # FastAPI's own spans would stand between Serve's and ours, and its counters beside ours.
     telemetry: Any = {"tracing": False, "metrics": False, "logs": False}
-    app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=telemetry)
+    app = _Application(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=telemetry)
     observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
     if grammars is None:

@@ -69,6 +69,7 @@ EXAMPLES = {
     "limits.request_timeout_s": 120,
     "limits.stream_headers_after_s": 4.5,
     "limits.stream_comment_every_s": 7.5,
+    "limits.slow_client_timeout_s": 12.5,
     "limits.max_logprobs": 5,
     "limits.max_prompt_logprobs_tokens": 4096,
     "access.api_keys_file": "keys.txt",
