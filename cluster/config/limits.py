@@ -34,7 +34,7 @@ class Limits(StrictModel):
     max_total_tokens: int | None = Field(
         1 << 26,
         ge=1,
-        description="tokens of one ingress's requests, their parameters' included; beyond it 429; none: no bound",
+        description="tokens of an ingress's requests, outputs as expected; beyond it 429; none: no bound",
     )
     max_logprobs: int = Field(
         MAX_LOGPROBS,
@@ -87,7 +87,9 @@ class Limits(StrictModel):
     slow_client_timeout_s: float = Field(
         30.0, gt=0, le=86400, description="a stream ends of which its client takes nothing for this long"
     )
-    retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
+    retry_after_s: int = Field(
+        1, ge=1, le=3600, description="what Retry-After says with a 503, and at least with a 429"
+    )
 
     def body_bytes(self, max_model_len: int) -> int:
         """The largest request body where a sequence has at most so many tokens."""

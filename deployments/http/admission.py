@@ -7,9 +7,12 @@ tokenized, it asks for a slot per sequence, and may wait for them; then its toke
 from __future__ import annotations
 
 import asyncio
+import math
+import random
+import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from cluster.config.limits import Limits
@@ -17,6 +20,13 @@ from deployments.http.errors import ApiError
 
 _MOST_OVERTAKEN = 16
 """So many times a request that does not fit is passed over; then slots are kept free until it fits."""
+_FIRST_EXPECTED_TOKENS = 1024
+_NEWEST_SHARE = 1 / 16
+"""What the newest request weighs in the means."""
+
+
+def _jitter() -> float:
+    return random.uniform(0.5, 1.5)
 
 
 class Admission:
@@ -26,7 +36,13 @@ class Admission:
     then in the order of arrival. A request that needs more slots than are free lets those behind it pass, but only 16
     times: then slots are kept free for it until it fits, so that many small requests never starve a large one. Where
     all waiting slots are taken, the last request of a key beyond its share of them gives way to one of a key below.
-    Nobody waits for bytes or tokens: of these each key has its share and no more, but for a single request.
+    Nobody waits for bytes or tokens: of these each key has its share and no more, but for a single request. Output
+    counts as long as it has been on average lately, and as it is when it becomes longer.
+
+    Args:
+        limits: What is taken in.
+        clock: Monotonic, in seconds.
+        jitter: Factor on the expected wait, so that those who are refused together do not come back together.
 
     Attributes:
         num_requests: Requests that have entered and not left.
@@ -34,10 +50,17 @@ class Admission:
         num_sequences: Slots that are taken.
         num_tokens: Tokens that are counted.
         num_refused: Requests that were refused for want of room, with 429.
+        expected_tokens: Mean output tokens of a sequence.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self, limits: Limits, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] = _jitter
+    ) -> None:
         self.limits = limits
+        self._clock = clock
+        self._jitter = jitter
+        self.expected_tokens = float(_FIRST_EXPECTED_TOKENS)
+        self._expected_s = 0.0  # that a sequence has its slot
         self.num_requests = 0
         self.num_bytes = 0
         self.num_sequences = 0
@@ -212,9 +235,21 @@ class Admission:
         text = f"prompts times n must be at most {most} sequences (limits.max_concurrent_requests)"
         return ApiError(400, text, param="n", code="invalid_value")
 
+    def _learn(self, held_s: float, num_tokens: float) -> None:
+        """Take a request's sequences into the means: how long they had their slots, and their output."""
+        self._expected_s += (_NEWEST_SHARE if self._expected_s else 1.0) * (held_s - self._expected_s)
+        self.expected_tokens += _NEWEST_SHARE * (num_tokens - self.expected_tokens)
+
+    def _retry_after_s(self) -> int:
+        """When a slot is expected to be free behind all who wait, in seconds: at most as long as anybody waits here."""
+        limits = self.limits
+        num_ahead = 1 + sum(waiter.count for waiter in self._waiting)
+        wait_s = self._jitter() * self._expected_s * num_ahead / limits.max_concurrent_requests
+        return max(limits.retry_after_s, math.ceil(min(wait_s, limits.queue_timeout_s)))
+
     def _full(self, why: str, limit: str) -> ApiError:
         self.num_refused += 1
-        headers = {"Retry-After": str(self.limits.retry_after_s)}
+        headers = {"Retry-After": str(self._retry_after_s())}
         text = f"no more requests are taken now: {why} (limits.{limit}); send it again later"
         return ApiError(429, text, "rate_limit_error", None, "overloaded", headers)
 
@@ -228,6 +263,9 @@ class Reservation:
         self._num_bytes = num_bytes
         self._num_sequences = 0
         self._num_tokens = 0
+        self._num_expected = 0
+        self._num_output = 0
+        self._began_s = 0.0
 
     async def take(self, num_sequences: int, priority: int = 0) -> None:
         """Take a slot per sequence, all at once, waiting for them if need be; once. Lower priorities go first.
@@ -237,6 +275,7 @@ class Reservation:
         """
         await self._admission._take(self._key, num_sequences, priority)
         self._num_sequences = num_sequences
+        self._began_s = self._admission._clock()
 
     def body_came(self, num_bytes: int) -> None:
         """Count a body as long as what has come of it: for one whose length is not declared that grows as it comes.
@@ -252,17 +291,23 @@ class Reservation:
         self._admission._add_bytes(self._key, more)
         self._num_bytes = num_bytes
 
-    def add_tokens(self, num_tokens: int) -> None:
-        """Count what its prompts, its longest outputs, and what goes with them come to.
+    def add_tokens(self, num_tokens: int, longest: Sequence[int] = ()) -> None:
+        """Count its prompts and what goes with them, and the outputs that are expected.
+
+        Args:
+            num_tokens: Of the prompts, and what goes with them.
+            longest: Most output tokens of each sequence.
 
         Raises:
-            ApiError: 429: with it there are too many; 400: alone it has too many.
+            ApiError: 429: with it there are too many; 400: alone it could have too many.
         """
         admission = self._admission
-        most = admission.limits.max_total_tokens
-        if most is not None and num_tokens > most:
+        most, at_most = admission.limits.max_total_tokens, num_tokens + sum(longest)
+        self._num_expected = sum(min(length, math.ceil(admission.expected_tokens)) for length in longest)
+        num_tokens += self._num_expected
+        if most is not None and at_most > most:
             text = f"prompts, max_tokens and what goes with them must come to {most} tokens of one request at most "
-            text += f"(limits.max_total_tokens), not {num_tokens}"
+            text += f"(limits.max_total_tokens), not {at_most}"
             raise ApiError(400, text, param="max_tokens", code="request_too_large")
         if most is not None and admission.num_tokens + num_tokens > most:
             counts = f"requests of {admission.num_tokens} tokens are open, of {most} at most"
@@ -271,6 +316,15 @@ class Reservation:
             admission._check_share("tokens", admission._tokens[self._key], num_tokens, most)
         admission._add_tokens(self._key, num_tokens)
         self._num_tokens += num_tokens
+
+    def generated(self, num_tokens: int) -> None:
+        """Count output tokens: those beyond what was expected are added."""
+        before = max(self._num_output, self._num_expected)
+        self._num_output += num_tokens
+        more = self._num_output - before
+        if more > 0 and self._num_bytes >= 0:
+            self._admission._add_tokens(self._key, more)
+            self._num_tokens += more
 
     def leave(self) -> None:
         """Give everything back; idempotent."""
@@ -282,6 +336,7 @@ class Reservation:
             admission._add_tokens(self._key, -self._num_tokens)
             if self._num_sequences:
                 admission._give_back(self._key, self._num_sequences)
+                admission._learn(admission._clock() - self._began_s, self._num_output / self._num_sequences)
             self._num_bytes = -1
             admission._admit()
 

@@ -247,6 +247,8 @@ class Generation:
                     stats.first_token_s = time.monotonic()
                 if not delta.tokens and delta.finish is None:
                     continue
+                if stats.reservation is not None:
+                    stats.reservation.generated(len(delta.tokens))
                 if index % self.job.num_samples == 0:
                     self.num_cached_tokens += delta.notes.num_cached_tokens
                 observer.prompt_read(len(request.prompt), delta.notes.num_cached_tokens)

@@ -249,11 +249,12 @@ def _job(
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
     check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
+    num_samples = body.n or 1
     if context.stats.reservation is not None:
-        lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        beside = len(sampling.allowed_token_ids) + _num_beside(sampling) * len(prompts) * (body.n or 1)
-        context.stats.reservation.add_tokens(sum(lengths) * (body.n or 1) + beside)
-    seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
+        lengths = sum(map(len, prompts)) + len(prediction) * len(prompts)
+        beside = len(sampling.allowed_token_ids) + _num_beside(sampling) * len(prompts) * num_samples
+        context.stats.reservation.add_tokens(lengths * num_samples + beside, limits * num_samples)
+    seed, name = request_seed(body), uuid.uuid4().hex
     bound = speculation_bound(body)
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):

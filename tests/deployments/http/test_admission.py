@@ -172,6 +172,68 @@ async def test_tokens_are_counted_when_they_are_known() -> None:
     assert admission.num_tokens == 100
 
 
+async def answered(admission: Admission, num_tokens: int, key: str = "") -> None:
+    reservation = await taken(admission, key)
+    reservation.generated(num_tokens)
+    reservation.leave()
+
+
+async def test_outputs_count_as_they_are_expected_and_longer_ones_as_they_are() -> None:
+    admission = Admission(limits(max_total_tokens=1 << 26))
+    tickets = [admission.enter("", 1) for _ in range(200)]
+    for ticket in tickets:
+        ticket.add_tokens(10, [1 << 20])
+    assert admission.num_tokens == 200 * (10 + 1024), "not even two would fit at their longest for each 64"
+    tickets[0].add_tokens(0, [7, 1 << 20])
+    assert admission.num_tokens == 200 * (10 + 1024) + 7 + 1024
+    before = admission.num_tokens
+    tickets[1].generated(1000)
+    assert admission.num_tokens == before
+    tickets[1].generated(1000)
+    assert admission.num_tokens == before + 2000 - 1024
+    with pytest.raises(ApiError, match="not 67108865") as caught:
+        tickets[2].add_tokens(1, [1 << 26])
+    assert caught.value.status == 400
+    for ticket in tickets:
+        ticket.leave()
+        ticket.generated(5000)
+    assert admission.num_tokens == 0
+
+
+async def test_what_is_expected_follows_what_comes() -> None:
+    admission = Admission(limits(max_total_tokens=1 << 26))
+    for _ in range(100):
+        await answered(admission, 64)
+    ticket = admission.enter("", 1)
+    ticket.add_tokens(0, [1 << 20])
+    assert 64 <= admission.num_tokens <= 70
+
+
+async def test_who_is_refused_is_told_when_a_slot_is_expected() -> None:
+    now_s, jitter = 0.0, 1.0
+    admission = Admission(limits(2, 3, queue_timeout_s=300.0, retry_after_s=1), lambda: now_s, lambda: jitter)
+
+    async def told() -> int:
+        with pytest.raises(ApiError) as caught:
+            await admission.enter("", 1).take(1)
+        return int((caught.value.headers or {})["Retry-After"])
+
+    first = [await taken(admission, "") for _ in range(2)]
+    waits = [await waiting(admission.enter("", 1)) for _ in range(3)]
+    assert await told() == 1, "nobody knows yet"
+    now_s = 20.0
+    for held in first:
+        held.leave()
+    waits += [await waiting(admission.enter("", 1)) for _ in range(2)]
+    assert await told() == 40, "three wait for two slots, each of which is free after 20 s"
+    jitter = 0.5
+    assert await told() == 20
+    jitter = 100.0
+    assert await told() == 300, "longer than limits.queue_timeout_s nobody waits here"
+    for one in waits:
+        one.cancel()
+
+
 async def test_without_a_word_an_ingress_holds_no_more_tokens_than_fit_its_memory() -> None:
     most = 256 * 2**20 // 4
     admission = Admission(Limits())
