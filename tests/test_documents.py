@@ -176,6 +176,7 @@ def test_modules_that_are_run_exist(path: Path) -> None:
 
 def test_flags_that_documents_name_exist() -> None:
     known = {flag_of(key) for key, _ in config_keys()} | {"--config", "--overlay", "--out", "--url"}
+    known |= {"--json", "--target-step-ms", "--draft-step-ms"}
     known |= set(ALIASES.values())
     known |= {flag for action in add_vllm_flags(argparse.ArgumentParser()) for flag in action.option_strings}
     text = "".join(path.read_text() for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "measurements.md"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import argcomplete
 
 import specdec
-from cluster.cli import config, demo, doctor, generate, render, replay, serve
+from cluster.cli import audition, config, demo, doctor, generate, render, replay, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 from cluster.cli.vllm_flags import key_entries
@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
     "replay": (replay, "say recorded answers again, and which token differs first"),
+    "audition": (audition, "say what drafts would have earned on recorded answers, without the target"),
     "config": (config, "print the configuration that is in force"),
     "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
     "demo": (demo, "put demo models on this machine that are not part of the package"),

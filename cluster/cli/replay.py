@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="recording: a sample a line of JSON")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
-    add_config_flags(parser, only=(*CONFIG_KEYS, "adapters.max_loras", "exactness"))
+    add_config_flags(parser, only=(*CONFIG_KEYS, "exactness"))
 
 
 def run(arguments: argparse.Namespace) -> int:

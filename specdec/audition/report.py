@@ -1,0 +1,124 @@
+"""What drafts earned on a recording, and how sure it is which of them is better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from specdec.audition.rounds import Earned
+
+Certainty = Literal["run", "near", "law"]
+"""What figures are. ``run``: those that drafting in turn would have counted. ``near``: the same but for near-ties of a
+draft or the end of a grammar. ``law``: of draft tokens drawn without the target's noise, which is unknown; with it no
+fewer are right in the mean."""
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Audition:
+    """One draft on one recording.
+
+    Attributes:
+        name: Of the draft.
+        certainty: What its figures are.
+        earned: By draft length, then by sample.
+        right: Of each sample, how many draft tokens were right with the text before them as recorded, and of how many;
+            empty for prompt lookup.
+    """
+
+    name: str
+    certainty: Certainty
+    earned: dict[int, list[Earned]]
+    right: list[tuple[int, int]]
+
+    @property
+    def right_share(self) -> float | None:
+        """Share of draft tokens that were right; None if it is unknown."""
+        total = sum(count for _, count in self.right)
+        return sum(num for num, _ in self.right) / total if total else None
+
+    def total(self, length: int) -> Earned:
+        """All samples together."""
+        return sum(self.earned[length], Earned())
+
+    def gain(self, length: int, target_ms: float, draft_ms: float) -> float:
+        """Tokens a second over those of plain decoding, for step times in milliseconds; a model of drafting in turn."""
+        return self.total(length).tokens_per_round * target_ms / (target_ms + length * draft_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Tokens a round of a draft less those of the first one, at one draft length.
+
+    Attributes:
+        low: Of the interval that holds 95% of the resampled differences.
+        high: The same.
+    """
+
+    name: str
+    length: int
+    mean: float
+    low: float
+    high: float
+
+
+def differences(first: Audition, other: Audition, seed: int = 0) -> list[Difference]:
+    """Compare two drafts on the same samples, with an interval by bootstrap over samples; the seed decides it."""
+    rng = np.random.default_rng(seed)
+    num_samples = len(next(iter(first.earned.values())))
+    counts = rng.multinomial(num_samples, [1 / num_samples] * num_samples, size=RESAMPLES)
+    found = []
+    for length in first.earned:
+        one, two = (_tokens_per_round(draft.earned[length], counts) for draft in (first, other))
+        low, high = np.quantile(two - one, (0.025, 0.975))
+        mean = other.total(length).tokens_per_round - first.total(length).tokens_per_round
+        found.append(Difference(other.name, length, mean, float(low), float(high)))
+    return found
+
+
+def _tokens_per_round(earned: Sequence[Earned], counts: Any) -> Any:
+    """Of each of the resamples, which have so many of each sample: float64 [R] of int64 [R, samples]."""
+    tokens, rounds = (np.array([getattr(one, name) for one in earned]) for name in ("num_tokens", "num_rounds"))
+    return (counts @ tokens) / (counts @ rounds)
+
+
+def as_json(auditions: Sequence[Audition], step_ms: tuple[float, Sequence[float]] | None) -> dict[str, Any]:
+    """Everything as plain data; ``step_ms`` are step times of the target and of each draft, in milliseconds."""
+    drafts = []
+    for number, draft in enumerate(auditions):
+        lengths = []
+        for length in draft.earned:
+            total = draft.total(length)
+            line = {"k": length, **asdict(total), "tokens_per_round": total.tokens_per_round}
+            if step_ms is not None:
+                line["gain"] = draft.gain(length, step_ms[0], step_ms[1][number])
+            lengths.append(line)
+        drafts.append(
+            {"draft": draft.name, "figures": draft.certainty, "right": draft.right_share, "by_length": lengths}
+        )
+    compared = [asdict(one) for other in auditions[1:] for one in differences(auditions[0], other)]
+    return {"drafts": drafts, "differences_from_the_first": compared}
+
+
+def as_table(auditions: Sequence[Audition], step_ms: tuple[float, Sequence[float]] | None) -> str:
+    """The same as text."""
+    lengths = list(auditions[0].earned)
+    lines = [f"{'draft':30} {'figures':8} {'right':>6}  tokens a round at K = {', '.join(map(str, lengths))}"]
+    for number, draft in enumerate(auditions):
+        share = "-" if draft.right_share is None else f"{draft.right_share:.1%}"
+        rounds = " ".join(f"{draft.total(length).tokens_per_round:.2f}" for length in lengths)
+        lines.append(f"{draft.name[-30:]:30} {draft.certainty:8} {share:>6}  {rounds}")
+        if step_ms is not None:
+            best = max(lengths, key=lambda length: draft.gain(length, step_ms[0], step_ms[1][number]))
+            gain = draft.gain(best, step_ms[0], step_ms[1][number])
+            lines.append(f"  gain in turn at these step times, a model: {gain:.2f} times at K = {best}")
+    for other in auditions[1:]:
+        lines.append(f"{other.name} less {auditions[0].name}, tokens a round, with the interval of 95% of resamples:")
+        lines += [
+            f"  K = {one.length:2}: {one.mean:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+            for one in differences(auditions[0], other)
+        ]
+    return "\n".join(lines)
