@@ -84,6 +84,11 @@ class Limits(StrictModel):
     stream_comment_every_s: float = Field(
         15.0, gt=0, le=86400, description="while a stream has nothing to send, it sends an SSE comment this often"
     )
+    priorities: Literal["off", "own", "all"] = Field(
+        "off",
+        description="what a request's priority orders; off: nothing, and another than 0 is refused; own: requests of "
+        "its API key; all: also, below 0 from a key of access.admin_keys, those of all keys",
+    )
     slow_client_timeout_s: float = Field(
         30.0, gt=0, le=86400, description="a stream ends of which its client takes nothing for this long"
     )

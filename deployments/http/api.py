@@ -122,7 +122,7 @@ class Api:
         if context.stats.reservation is not None:
             with self.observer.queued(model.label, len(sequences)):
                 async with context.waiting(to_begin=True):
-                    await context.stats.reservation.take(len(sequences), sequences[0].spec.priority)
+                    await context.stats.reservation.take(len(sequences), sequences[0].spec.order[0])
         context.stats.admitted_s = time.monotonic()
 
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:

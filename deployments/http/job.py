@@ -6,6 +6,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.config.limits import Limits
@@ -221,6 +222,22 @@ def _truncated(body: GenerationBody, prompt: Tokens, model: ServedModel) -> Toke
     return prompt[-(kept if kept > 0 else max(1, model.max_model_len - (body.output_limit or 1))) :]
 
 
+def _owner_and_priority(api: Api, context: RequestContext, priority: int) -> tuple[bytes, int]:
+    """Whose sequences these are, and what their priority is among their owner's.
+
+    Without API keys, and if an administrator passes everybody, there is no owner.
+
+    Raises:
+        UnsupportedParameterError: Priorities are off, and this one is not 0.
+    """
+    allowed, key = api.settings.limits.priorities, context.stats.key
+    if priority and allowed == "off":
+        text = f"priority must be 0, and is {priority}: the key limits.priorities of the configuration is off"
+        raise UnsupportedParameterError("priority", text)
+    passes = allowed == "all" and priority < 0 and key in api.settings.admin_keys
+    return b"" if passes or not key else sha256(key.encode()).digest()[:8], priority
+
+
 def _check_spaces(api: Api, body: GenerationBody) -> None:
     """Refuse to leave out what the tokenizer writes between special tokens; most write nothing."""
     is_asked = body.spaces_between_special_tokens is False and body.skip_special_tokens is False
@@ -255,6 +272,7 @@ def _job(
         beside = len(sampling.allowed_token_ids) + _num_beside(sampling) * len(prompts) * num_samples
         context.stats.reservation.add_tokens(lengths * num_samples + beside, limits * num_samples)
     seed, name = request_seed(body), uuid.uuid4().hex
+    owner, priority = _owner_and_priority(api, context, body.priority or 0)
     bound = speculation_bound(body)
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):
@@ -268,7 +286,8 @@ def _job(
                 max_tokens=limits[i],
                 eos_token_ids=model.eos_token_ids,
                 arrival_s=context.wall_s,
-                priority=body.priority or 0,
+                priority=priority,
+                owner=owner,
                 keeps_numeric=body.exactness != "fast",
                 request_id=context.label,
                 trace=context.trace,

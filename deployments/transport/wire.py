@@ -18,7 +18,7 @@ Batch = tuple[Any, ...]
 """Messages that travel together; an empty batch is a heartbeat."""
 FingerprintKind = Literal["decision", "vocabulary"]
 
-WIRE_VERSION = 15
+WIRE_VERSION = 16
 """Version of frames and messages. Raise it with every change that a process of the version before would misread."""
 MAX_FRAME_BYTES = 256 << 20
 """Longest frame that is sent or taken; Serve's own limit is the same (``cluster.config.environment``)."""

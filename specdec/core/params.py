@@ -127,7 +127,7 @@ class SequenceSpec:
         max_tokens: Most output tokens, at least 1.
         eos_token_ids: The model's end-of-sequence ids.
         arrival_s: Wall-clock time of the request, for fair queueing.
-        priority: Requests of a lower one go first, in [-2**31, 2**31). No token depends on it.
+        priority: Requests of a lower one go first, in [-2**31, 2**31), among one owner's. No token depends on it.
         num_speculative_tokens: The request's bound on draft tokens per round; 0 switches speculation off, None leaves
             it to the service.
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
@@ -139,6 +139,7 @@ class SequenceSpec:
         adapter: What the target is used with; None: the model as it is.
         draft_adapter: The same of the draft; only how often it is right depends on it.
         keeps_numeric: Whether it keeps to the bits that it has begun with, where targets are strict.
+        owner: Whose it is: 8 bytes, or none. Owners take turns. No token depends on it.
     """
 
     sampling: SamplingParams
@@ -157,11 +158,12 @@ class SequenceSpec:
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
     keeps_numeric: bool = True
+    owner: bytes = b""
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sequences with the least go first, and are preempted last."""
-        return self.priority, self.arrival_s
+        """Sequences with the least go first, and are preempted last. An owner's priority passes no other owner."""
+        return 0 if self.owner else self.priority, self.arrival_s
 
     def prefix_group(self, adapter: Adapter | None) -> str:
         """Cached prefixes of a model that is used with an adapter are shared only among sequences of one group."""

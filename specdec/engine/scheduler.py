@@ -33,6 +33,7 @@ class Request(NamedTuple):
         max_new_tokens: Most tokens that it can compute in a step, at least 1.
         num_computed_tokens: Tokens that it holds in the cache, fewer than it wants; 0 if it holds nothing.
         is_branch: Whether it begins as a copy of another sequence. It never waits in the queue for room.
+        owner: Whose it is. Only requests of the same owner wait for one that has no room to begin.
     """
 
     key: str
@@ -41,6 +42,7 @@ class Request(NamedTuple):
     max_new_tokens: int = sys.maxsize
     num_computed_tokens: int = 0
     is_branch: bool = False
+    owner: bytes = b""
 
     @property
     def is_queued(self) -> bool:
@@ -115,7 +117,7 @@ class KVCache(Protocol):
 
 
 class Scheduler:
-    """Fills each step from the requests that there are, in their order: by priority, then by arrival.
+    """Fills each step from the requests that there are, in their order: owners in turn, then priority, then arrival.
 
     - A step has at most ``max_num_seqs`` rows and ``max_num_batched_tokens`` tokens. The first ``max_num_seqs``
       requests compete for it. Later ones wait, so that those that decode never starve a prompt among the first.
@@ -130,8 +132,8 @@ class Scheduler:
       it from the prefix cache. One that has begun never looks again. If the other one comes later in the order, it
       goes on in the place of the prompt that waits for it; if it cannot, nobody waits for it.
     - Memory is given in that order. The last sequence is preempted first.
-    - If a request has no room to begin, at most 16 later ones begin before it. Then all wait for it, and nothing is
-      looked up for them.
+    - If a request has no room to begin, at most 16 later ones of its owner begin before it. Then all of that owner wait
+      for it, and nothing is looked up for them. Other owners' requests do not wait.
     - After a step ran out of memory the next ones have fewer tokens: no drafts if there were any, else three quarters.
       Then drafts get what prompts leave. If there are fewer tokens than rows, the rows take turns.
 
@@ -153,7 +155,7 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._num_steps = 0
         self._num_steps_at_budget = 0
-        self._queue = _Queue()
+        self._queues: dict[bytes, _Queue] = {}
         self._first_row = 0  # among those that have begun, if they take turns
 
     @property
@@ -175,12 +177,12 @@ class Scheduler:
         requests = requests[: self.max_num_seqs]
         is_whole = self._budget == self.max_num_batched_tokens
         if len(requests) <= self._budget:
-            return _Step(requests, cache, self._budget, self._max_decode_tokens, self._queue, is_whole).rows(
+            return _Step(requests, cache, self._budget, self._max_decode_tokens, self._queues, is_whole).rows(
                 self._num_steps
             )
         numbers = self._rows_in_turn(requests)
         step = _Step(
-            [requests[i] for i in numbers], cache, self._budget, self._max_decode_tokens, self._queue, is_whole
+            [requests[i] for i in numbers], cache, self._budget, self._max_decode_tokens, self._queues, is_whole
         )
         return [row._replace(request=numbers[row.request]) for row in step.rows(self._num_steps)]
 
@@ -254,15 +256,19 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Queue:
-    """Who waits for room across steps.
+    """Who of an owner waits for room across steps.
 
     Attributes:
-        head: The first request that has no room to begin, if there is one.
+        head: The first request that has no room to begin.
         num_passed: Later requests that have begun since.
+        num_may_pass: Later requests that may still try in this step.
+        is_reached: Whether this step has come to the head.
     """
 
-    head: str | None = None
+    head: str
     num_passed: int = 0
+    num_may_pass: int = _MAX_PASSING
+    is_reached: bool = True
 
 
 class _Step:
@@ -273,7 +279,7 @@ class _Step:
         cache: Holds what is computed, and has room.
         budget: Most tokens.
         max_decode_tokens: Of a sequence that decodes.
-        queue: Who waits for room; kept up to date.
+        queues: Who waits for room, by owner; kept up to date.
         shares_with_drafts: Whether drafts get half of what decoding leaves, or only what prompts leave.
     """
 
@@ -283,15 +289,16 @@ class _Step:
         cache: KVCache,
         budget: int,
         max_decode_tokens: int,
-        queue: _Queue,
+        queues: dict[bytes, _Queue],
         shares_with_drafts: bool,
     ) -> None:
-        self._requests, self._cache, self._budget, self._queue = requests, cache, budget, queue
+        self._requests, self._cache, self._budget, self._queues = requests, cache, budget, queues
         self._max_decode_tokens, self._shares_with_drafts = max_decode_tokens, shares_with_drafts
-        if all(request.key != queue.head or not request.is_queued for request in requests):
-            queue.head, queue.num_passed = None, 0
-        self._num_may_pass = _MAX_PASSING - queue.num_passed
-        self._is_behind_head = False
+        queued = {request.key for request in requests if request.is_queued} if queues else set()
+        for owner, queue in [*queues.items()]:
+            queue.num_may_pass, queue.is_reached = _MAX_PASSING - queue.num_passed, False
+            if queue.head not in queued:
+                del queues[owner]
         self._look_up_prefixes()
         self._decodes = [0 < unread <= max_decode_tokens for unread in self._unread]
         # The next block of each prompt that has begun, which a prompt before it may wait for.
@@ -310,17 +317,19 @@ class _Step:
         """Find out what each request has to compute; 0 for those that wait behind the head and may not pass it."""
         self._prefixes: list[CachedPrefix | None] = []
         self._unread: list[int] = []
-        places = sys.maxsize
+        places: dict[bytes, int] = {}  # of owners whose head has been reached
         for request in self._requests:
-            prefix, num_cached = None, request.num_computed_tokens
-            if request.is_queued and places <= 0:
+            prefix, num_cached, owner = None, request.num_computed_tokens, request.owner
+            if request.is_queued and places.get(owner, 1) <= 0:
                 num_cached = request.num_tokens
             elif not num_cached:
                 prefix = self._cache.find_prefix(request.key)
                 num_cached = prefix.num_tokens
-                places -= request.is_queued
-            if request.key == self._queue.head:
-                places = self._num_may_pass
+                if owner in places:
+                    places[owner] -= request.is_queued
+            queue = self._queues.get(owner)
+            if queue is not None and request.key == queue.head:
+                places[owner] = queue.num_may_pass
             self._prefixes.append(prefix)
             self._unread.append(request.num_tokens - num_cached)
 
@@ -334,7 +343,9 @@ class _Step:
                 # The one that was to compute the block goes on in this one's place, or is not waited for.
                 if begun is None or begun <= index or not self._add_row(begun):
                     self._add_row(index)
-            self._is_behind_head |= request.key == self._queue.head
+            queue = self._queues.get(request.owner)
+            if queue is not None and request.key == queue.head:
+                queue.is_reached = True
         return self._with_drafts([self._rows[index] for index in sorted(self._rows)], self._left, turn)
 
     def _add_row(self, index: int) -> bool:
@@ -362,21 +373,23 @@ class _Step:
         return True
 
     def _allocate(self, request: Request, count: int) -> int | None:
-        """Make room for a request, if it need not wait for the head of the queue."""
-        queue, passes = self._queue, self._is_behind_head and request.is_queued
-        if passes and self._num_may_pass <= 0:
-            return None
-        self._num_may_pass -= passes
-        num_computed = self._cache.allocate(request.key, count)
+        """Make room for a request, if it need not wait for the head of its owner's queue."""
         if not request.is_queued:
-            return num_computed
-        if num_computed is not None:
-            queue.num_passed += passes
-            if request.key == queue.head:
-                queue.head, queue.num_passed = None, 0
-        elif not self._is_behind_head and request.key != queue.head:
-            queue.head, queue.num_passed = request.key, 0
-            self._num_may_pass = _MAX_PASSING
+            return self._cache.allocate(request.key, count)
+        queue = self._queues.get(request.owner)
+        passes = queue is not None and queue.is_reached and request.key != queue.head
+        if queue is not None and passes:
+            if queue.num_may_pass <= 0:
+                return None
+            queue.num_may_pass -= 1
+        num_computed = self._cache.allocate(request.key, count)
+        if num_computed is None:
+            if queue is None or not (queue.is_reached or request.key == queue.head):
+                self._queues[request.owner] = _Queue(request.key)
+        elif queue is not None and passes:
+            queue.num_passed += 1
+        elif queue is not None and request.key == queue.head:
+            del self._queues[request.owner]
         return num_computed
 
     def _is_long(self, index: int) -> bool:

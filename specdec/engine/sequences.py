@@ -123,6 +123,7 @@ class SequenceStates:
         sequence = self._sequences.get(key)
         if sequence is None:
             return 0
+        self._ranks[key] = rank
         keep = self._cut_back(sequence, tokens, agreed)
         num_left = wanted.num_held = len(sequence)
         if num_left:

@@ -359,6 +359,7 @@ class ModelTarget(ModelBackend):
         places: list[int] = []
         drafts: list[Draft] = []
         requests: list[Request] = []
+        takes_turns = any(job.spec.owner for job in jobs)
         for i, job in enumerate(jobs):
             known, most = self._known_of(job), sys.maxsize
             if not known.is_plain:
@@ -369,11 +370,12 @@ class ModelTarget(ModelBackend):
             # A log only grows: as far as it was read, it is not compared with what is cached.
             agreed = known.num_read if known.log is job.log else 0
             tokens = job.log.tokens
-            num_held = states.want(job.key, tokens, agreed, known.salt, known.rank)
+            rank = (DECIDED, i, *known.rank[2:]) if takes_turns else known.rank  # the jobs' order is that of the turns
+            num_held = states.want(job.key, tokens, agreed, known.salt, rank)
             draft = self._draft(job, num_held == len(tokens) - 1) if job.draft else NO_DRAFT
             places.append(i)
             drafts.append(draft)
-            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held))
+            requests.append(Request(job.key, len(tokens), len(draft.tokens), most, num_held, owner=job.spec.owner))
         chosen = self._scheduler.schedule(requests, states)
         chosen = prompts.bounded(chosen, [jobs[i] for i in places], self._sampler.vocab_size)
         step = [self._row(jobs, places[row.request], row, drafts[row.request]) for row in chosen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 
@@ -90,9 +90,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             DeviceLostError: The backend can no longer be used.
         """
         self.expire(now_s)
-        sequences = sorted(
-            (sequence for sequence in self._sequences if self._may_go_on(sequence)), key=attrgetter("rank")
-        )
+        sequences = in_turns(sequence for sequence in self._sequences if self._may_go_on(sequence))
         self._num_waiting = 0
         self._reading = Reading()
         if self._chooser is not None:
@@ -500,3 +498,21 @@ def _provenance(source: str, num_accepted: int, count: int, num_places: int) -> 
 def _may_have_draft(job: VerifyJob) -> bool:
     """Whether a draft may be verified with a job: its own, or what its grammar forces."""
     return bool(job.draft) or (job.room > 0 and job.spec.sampling.grammar is not None)
+
+
+def in_turns(sequences: Iterable[TargetSequence]) -> list[TargetSequence]:
+    """Order sequences by owners in turn: each one's first, then each one's second, and so on.
+
+    Those without an owner go by their own order, before every owner's if their priority is below 0.
+    """
+    ordered = sorted(sequences, key=attrgetter("rank"))
+    counts: dict[bytes, int] = {}
+    turns: list[tuple[int, float, str]] = []
+    for sequence in ordered:
+        owner, turn = sequence.spec.owner, sequence.spec.priority
+        if owner:
+            turn = counts[owner] = counts.get(owner, -1) + 1
+        turns.append((turn, sequence.spec.arrival_s, sequence.seq))
+    if not counts:
+        return ordered
+    return [ordered[i] for i in sorted(range(len(ordered)), key=turns.__getitem__)]

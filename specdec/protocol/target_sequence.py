@@ -54,7 +54,7 @@ class TargetSequence(WorkerSequence):
         token_drafter: Drafts for it from its tokens; None where nothing does.
 
     Attributes:
-        rank: Those with the least are decided first, and yield last where room is short.
+        rank: Among those of one owner the least are decided first, and yield last where room is short.
         ending: Where it ends.
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
@@ -82,7 +82,7 @@ class TargetSequence(WorkerSequence):
 
     def __init__(self, message: Open, max_model_len: int, token_drafter: TokenDrafter | None = None) -> None:
         super().__init__(message)
-        self.rank = *self.spec.order, self.seq
+        self.rank = self.spec.priority, self.spec.arrival_s, self.seq
         self.ending = StopCondition.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.spec.output_start, self.log.tail(self.spec.output_start))
         self.reason = ""

@@ -365,7 +365,7 @@ class VllmTarget:
             sampling_params=self._sampling_params(job),
             pooling_params=None,
             arrival_time=job.spec.arrival_s,
-            priority=job.spec.priority,
+            priority=job.spec.order[0],  # no owner's passes another's: vLLM does not take owners in turn
             cache_salt=job.spec.cache_salt or None,
             block_hasher=self._core.request_block_hasher,
         )

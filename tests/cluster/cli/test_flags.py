@@ -59,6 +59,7 @@ EXAMPLES = {
     "limits.max_sequences": 9,
     "limits.max_stop_strings": 2,
     "limits.max_stop_characters": 99,
+    "limits.priorities": "own",
     "limits.retry_after_s": 5,
     "limits.max_total_body_bytes": 1 << 20,
     "limits.max_total_tokens": 100_000,

@@ -46,7 +46,9 @@ class Bench:
     """An API over a script that can be changed, and what it takes to talk to it."""
 
     tokenizer: PreTrainedTokenizerFast
-    settings: ApiSettings = field(default_factory=lambda: ApiSettings(trust_request_chat_template=True))
+    settings: ApiSettings = field(
+        default_factory=lambda: ApiSettings(Limits(priorities="own"), trust_request_chat_template=True)
+    )
     script: Callable[[SequenceRequest], Iterable[Step]] = lambda request: [TokenDelta(finish="length")]
     defaults: GenerationDefaults = GenerationDefaults(top_p=0.9, repetition_penalty=1.1)  # noqa: RUF009 - it is frozen
     max_model_len: int = MAX_MODEL_LEN

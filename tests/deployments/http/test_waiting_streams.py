@@ -131,7 +131,7 @@ async def test_a_later_request_of_a_better_priority_overtakes_those_that_wait(
 ) -> None:
     gate = asyncio.Event()
     bench.script = lambda request: [gate, *bench.say("one")]
-    async with served(bench, 1, 2) as http, asyncio.TaskGroup() as group:
+    async with served(bench, 1, 2, priorities="own") as http, asyncio.TaskGroup() as group:
         for number, priority in enumerate((0, 7, -7), start=1):
             body = ask(path) | {"stream": False, "priority": priority}
             group.create_task(http.post(f"/{path}", json=body))

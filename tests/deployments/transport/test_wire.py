@@ -42,6 +42,7 @@ SPEC = SequenceSpec(
     num_speculative_tokens=0,
     wants_times=True,
     keeps_numeric=False,
+    owner=b"\x00owner\xff\x01",
 )
 PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
