@@ -43,9 +43,9 @@ STREAM_TIMEOUT_S = 240.0
 
 
 def processes_of(service: RunningService, victim: str) -> list[psutil.Process]:
-    """The running processes of a kind, or of a further drafter, oldest first; none of a replica that is starting."""
+    """The running processes of a kind, oldest first; none of a replica that is starting."""
     found = []
-    called = VICTIMS.get(victim, f"{VICTIMS['draft']}-{victim}")
+    called = VICTIMS[victim]
     for child in service.children():
         try:
             title = " ".join(child.cmdline())

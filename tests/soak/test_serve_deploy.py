@@ -70,7 +70,8 @@ def rendered(adapter):
     assert "host: 0.0.0.0\n  port: 8000" in text
     port = check_port("127.0.0.1", 0)
     config = yaml.safe_load(text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}"))
-    config["applications"][0]["args"]["actors"] = {part: {"num_gpus": 0} for part in ("target", "draft")}
+    for application, part in zip(config["applications"], ("target", "draft"), strict=False):
+        application["args"]["actors"] = {part: {"num_gpus": 0, "num_cpus": 1}}
     kept = {"responses_store": {"enabled": True}, "lora": {"folder": str(Path(adapter.path).parent)}}
     config["applications"][0]["args"] |= kept
     return yaml.safe_dump(config)
@@ -96,10 +97,10 @@ def replicas():
     return found
 
 
-def application_status():
+def application_status(name="specdec"):
     from ray import serve
 
-    application = serve.status().applications.get("specdec")
+    application = serve.status().applications.get(name)
     if application is None:
         return "absent", ""
     messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
@@ -126,12 +127,65 @@ def test_ray_asks_for_a_token(node):
 
 
 def test_it_answers_a_completion_request(deployed):
-    model, _draft = [entry["id"] for entry in json.loads(get(f"{deployed}/v1/models"))["data"]]
+    (model,) = [entry["id"] for entry in json.loads(get(f"{deployed}/v1/models"))["data"]]
     body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
     answer = json.loads(get(f"{deployed}/v1/completions", body))
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["choices"][0]["text"]
+
+
+SERVICES = {"OpenAIIngress", "SpeculationRouter", "TargetServer"}
+UPDATES = (
+    ("the draft", 1, {"args": {"draft": {"kv_cache_memory": "64MiB"}}}, {"DraftServer"}),
+    ("a limit", 0, {"user_config": {"limits": {"max_reopens": 5}}}, set()),
+    ("log level", 1, {"user_config": {"log_level": "debug"}}, set()),
+    ("a draft that cannot be loaded", 1, {"args": {"draft": {"kv_cache_memory": "1KiB"}}}, {"DraftServer"}),
+    ("the draft of before", 1, {}, {"DraftServer"}),
+    ("the target", 0, {"args": {"block_size": 32}}, SERVICES),
+)
+"""What an update changes, the application that it is of, how, and the deployments whose replicas are others then."""
+
+
+@pytest.mark.timeout(1800)
+def test_an_update_of_either_application_breaks_no_stream_and_restarts_nothing_of_the_other(
+    rendered, node, deployed, tmp_path
+):
+    streams = Streams(deployed, "specdec-demo", count=16, max_tokens=300)
+    with streams.running() as wait:
+        undisturbed = wait()
+    config = yaml.safe_load(rendered)
+    for what, index, changes, others in UPDATES:
+        before, application = replicas(), config["applications"][index]
+        application["args"] = yaml.safe_load(rendered)["applications"][index]["args"] | changes.get("args", {})
+        for deployment in application["deployments"]:
+            deployment["user_config"] |= changes.get("user_config", {})
+        with streams.running() as wait:
+            eventually(streams.have_begun, 120, "all streams have begun")
+            serve_deploy(yaml.safe_dump(config), node, tmp_path)
+            ended = wait()
+        compared = Comparison.of(ended, undisturbed)
+        assert not compared.broken, (what, [stream.error for stream in ended])
+        assert compared.is_exact, what
+
+        def restarted(before=before):
+            after = replicas()
+            return {before[pid] for pid in before.keys() - after.keys()} | {
+                after[pid] for pid in after.keys() - before.keys()
+            }
+
+        with suppress(AssertionError):
+            eventually(lambda others=others: restarted() == others, DEPLOY_TIMEOUT_S, "all replicas are others")
+        assert restarted() == others, what
+        for name in ("specdec", "specdec-draft"):
+            eventually(
+                lambda name=name: application_status(name)[0] == "RUNNING",
+                DEPLOY_TIMEOUT_S,
+                f"{name} runs after {what}",
+            )
+        if "cannot" in what:
+            eventually(lambda: "1KiB" in get(f"{deployed}/health") or "memory" in get(f"{deployed}/health"), 30, what)
+            assert "specdec_draft_failed" in get(f"{deployed}/metrics")
 
 
 def status_of(url, body):
@@ -190,7 +244,7 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream_and_loses_nothin
     with streams.running() as wait:
         eventually(streams.have_begun, 60, "all streams have begun")
         changed = yaml.safe_load(rendered)
-        changed["applications"][0]["args"]["block_size"] = 32
+        changed["applications"][0]["args"]["block_size"] = 64
         serve_deploy(yaml.safe_dump(changed), node, tmp_path)
         eventually(lambda: application_status()[0] == "DEPLOYING", 60, "the update has begun")
         assert streams.are_running(), "they had ended before the update began"
@@ -202,9 +256,10 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream_and_loses_nothin
     def unchanged():
         return {before[pid] for pid in before.keys() & replicas().keys()}
 
+    kept = STATUS_DEPLOYMENTS | {"DraftServer"}
     with suppress(AssertionError):
-        eventually(lambda: unchanged() <= STATUS_DEPLOYMENTS, 120, "every replica is another")
-    assert unchanged() == STATUS_DEPLOYMENTS, application_status()
+        eventually(lambda: unchanged() <= kept, 120, "every replica is another")
+    assert unchanged() == kept, application_status()
     eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
     assert json.loads(get(f"{deployed}/v1/responses/{stored['id']}")) == stored
     follow = {"model": "sql", "input": "y", "max_output_tokens": 1, "previous_response_id": stored["id"]}

@@ -56,6 +56,7 @@ def test_auto_comes_near_the_best_fixed_plan(cell: tuple[int, int, float]) -> No
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(1800)
 def test_auto_comes_near_the_best_fixed_plan_in_every_cell() -> None:
     shares = {(n, i, alpha): over_best(n, Pair(alpha, **PAIRS[i]))[0] for n, i, alpha in GRID}
     assert min(shares.values()) >= LEAST, shares
@@ -66,6 +67,7 @@ STRETCH_TOKENS, MOST_OVER_BEST = 400, 1.1
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
 def test_steady_load_stays_near_the_best_fixed_plan(alpha: float) -> None:
     """Ten minutes of two streams that never pause; each stretch against the same stretch of the best plan's."""
