@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ray import serve
@@ -69,13 +68,18 @@ def build_app(args: AppArgs) -> Application:
     return _service(args, placement_of(args, ray_devices()))
 
 
-def build_draft(args: dict[str, Any], user_config: Mapping[str, Any] = MappingProxyType({})) -> Application:
+def build_draft(args: dict[str, Any]) -> Application:
     """Build the draft model's application: refuses nothing, as KubeRay waits until all applications run.
 
     Args:
-        args: Keys of :class:`AppArgs` that a drafter goes by. What is wrong is said by the replica.
-        user_config: Whom it serves (:func:`cluster.launch.applications.draft_args`), where no Serve YAML says it.
+        args: Keys of :class:`AppArgs` that a drafter goes by; whom it serves is in its ``user_config``
+            (:func:`cluster.launch.applications.draft_args`). What is wrong is said by the replica.
     """
+    return drafts_for(args, {})
+
+
+def drafts_for(args: dict[str, Any], user_config: Mapping[str, Any]) -> Application:
+    """Build the same with a ``user_config``, where no Serve YAML says it."""
     try:
         draft = args.get("draft", {})
         has_model = isinstance(draft, str) or draft.get("model") is not None

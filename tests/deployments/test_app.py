@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from ray.serve import Application, Deployment
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from cluster.config.app import AppArgs
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
@@ -94,6 +95,12 @@ def test_serve_can_tell_the_class_of_a_builders_argument(build: Any) -> None:
     """Postponed annotations are texts, and Serve then hands the argument over as it came: a dict."""
     (parameter,) = inspect.signature(build).parameters.values()
     assert issubclass(parameter.annotation, BaseModel)
+
+
+def test_serve_hands_the_drafts_builder_its_args_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "ray_devices", lambda: Devices(0, 8))
+    monkeypatch.setattr(app, "ray_nodes", tuple)
+    assert call_user_app_builder_with_args_if_necessary(app.build_draft, {"nonsense": 1})
 
 
 def test_every_replica_that_hangs_is_replaced_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

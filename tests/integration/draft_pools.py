@@ -63,10 +63,10 @@ def deploy_pool() -> None:
     """Deploy a drafter for all of them."""
     from ray import serve
 
-    from deployments.app import build_draft
+    from deployments.app import drafts_for
 
     actors = {"draft": {"num_cpus": 1, "num_gpus": 0, "resources": {"drafts": 1}}}
-    app = build_draft({**_COMMON, "demo": "plain", "actors": actors}, {"applications": list(MODELS)})
+    app = drafts_for({**_COMMON, "demo": "plain", "actors": actors}, {"applications": list(MODELS)})
     serve.run(app, name=POOL, route_prefix=None)
 
 

@@ -169,11 +169,11 @@ def deploy(args: Mapping[str, Any], *, waits: bool = True) -> None:
     from cluster.config.app import AppArgs
     from cluster.config.names import APPLICATION_NAME, DRAFT_APPLICATION_NAME
     from cluster.launch.applications import of_draft, of_service
-    from deployments.app import build_app, build_draft
+    from deployments.app import build_app, drafts_for
 
     parsed = AppArgs.model_validate(args)
     fixed, user_config = of_draft(parsed)
-    draft = build_draft(fixed, user_config)
+    draft = drafts_for(fixed, user_config)
     targets = [
         serve.RunTarget(target=build_app(of_service(parsed)), name=APPLICATION_NAME, route_prefix="/"),
         serve.RunTarget(target=draft, name=DRAFT_APPLICATION_NAME, route_prefix=None),

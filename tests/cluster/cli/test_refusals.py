@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+import specdec.models.loading  # noqa: F401 - torchao warns on stderr as it is imported
 from cluster.cli import main
 from cluster.cli.vllm_flags import INSTEAD, advice
 
