@@ -141,7 +141,7 @@ UPDATES = (
     ("a limit", 0, {"user_config": {"limits": {"max_reopens": 5}}}, set()),
     ("log level", 1, {"user_config": {"log_level": "debug"}}, set()),
     ("a draft that cannot be loaded", 1, {"args": {"draft": {"kv_cache_memory": "1KiB"}}}, {"DraftServer"}),
-    ("the draft of before", 1, {}, {"DraftServer"}),
+    ("the draft of before", 1, {"args": {"draft": {}}}, {"DraftServer"}),
     ("the target", 0, {"args": {"block_size": 32}}, SERVICES),
 )
 """What an update changes, the application that it is of, how, and the deployments whose replicas are others then."""
@@ -157,7 +157,7 @@ def test_an_update_of_either_application_breaks_no_stream_and_restarts_nothing_o
     config = yaml.safe_load(rendered)
     for what, index, changes, others in UPDATES:
         before, application = replicas(), config["applications"][index]
-        application["args"] = yaml.safe_load(rendered)["applications"][index]["args"] | changes.get("args", {})
+        application["args"] |= changes.get("args", {})
         for deployment in application["deployments"]:
             deployment["user_config"] |= changes.get("user_config", {})
         with streams.running() as wait:
