@@ -117,7 +117,7 @@ def assert_texts_are_its_own(
     plain = InProcessService(build_target(source, replace(options, kv_cache_memory="auto"))[0], None, 0)
     wanted = [run(plain, [replace(case, num_speculative_tokens=0)])[0][0] for case in cases]
     target, built = build_target(source, options)
-    drafter, _, drafting = build_drafter(draft, options, source)
+    drafter, drafting = build_drafter(draft, options, source)
     match feature:
         case "kills":
             of_target = partial(ModelRunner, built.loaded, num_blocks=300, block_size=4)

@@ -174,7 +174,7 @@ def test_the_measured_step_has_as_many_rows_as_the_scheduler_allows(monkeypatch:
     source = ModelSource(str(DEMO / "draft"), device="cpu")
     options = BackendOptions(max_num_batched_tokens=512, max_num_seqs=2, kv_cache_memory=16 << 20)
     target, _ = build_target(source, options)
-    drafter, _, _ = build_drafter(source, options, source)
+    drafter, _ = build_drafter(source, options, source)
     allowed = [backend._scheduler.max_num_seqs for backend in (target, drafter)]
     assert [limits.max_num_seqs for limits in measured] == allowed
     assert allowed[0] == 2 < allowed[1]
@@ -185,7 +185,7 @@ def test_a_draft_gets_no_cache_for_positions_that_its_target_lacks(tmp_path: Pat
     config = json.loads((target / "config.json").read_text()) | {"max_position_embeddings": 300}
     (target / "config.json").write_text(json.dumps(config))
     source, options = ModelSource(str(DEMO / "draft"), device="cpu"), BackendOptions(measures_step=False)
-    assert build_drafter(source, options, ModelSource(str(target)))[2].memory.max_model_len == 300
+    assert build_drafter(source, options, ModelSource(str(target)))[1].memory.max_model_len == 300
 
 
 def test_a_cache_that_cannot_be_had_is_told_with_its_sizes() -> None:

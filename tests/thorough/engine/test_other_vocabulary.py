@@ -83,7 +83,7 @@ def test_a_grammar_holds_for_drafts_too(drafts: dict[str, ModelSource]) -> None:
 
 def test_branches_are_promoted(drafts: dict[str, ModelSource]) -> None:
     target, _ = build_target(TARGETS["plain"], OPTIONS)
-    drafter, _, _ = build_drafter(drafts["smaller"], DRAFT_OPTIONS, TARGETS["plain"])
+    drafter, _ = build_drafter(drafts["smaller"], DRAFT_OPTIONS, TARGETS["plain"])
     prompts = load_tokenizer(TARGETS["plain"])(PROMPTS).input_ids
     run_with_branches(target, drafter, prompts, Plan(4, 8, acceptance_rate=0.5), 6)
 

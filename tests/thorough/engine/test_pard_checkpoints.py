@@ -116,7 +116,7 @@ def test_logits_are_those_of_the_authors_inference(name: str, tmp_path: Path) ->
         seen.append(logits.clone())
 
     options = BackendOptions(max_model_len=256, num_step_tokens=count, logits_processors=(record,))
-    drafter, _, _ = build_drafter(draft, options, target)
+    drafter, _ = build_drafter(draft, options, target)
     spec, agreed = SequenceSpec(SamplingParams(temperature=0.0), 0, len(prompt), 200, (0,)), 0
     for tokens, wanted in rounds(Authors(draft.path), prompt, count):
         seen.clear()
@@ -135,7 +135,7 @@ def test_what_a_checkpoint_does_not_say_is_taken_from_its_authors_runs(tmp_path:
     assert long.endswith(f"{draft.path} names no para_num; drafts of up to 16 take several passes")
     assert "from tokens alone" in alone
     options = BackendOptions(max_model_len=256, num_step_tokens=17)
-    drafter, _, _ = build_drafter(draft, options, target)
+    drafter, _ = build_drafter(draft, options, target)
     assert drafter.metrics()["num_step_tokens"] == 12
     tokens = load_tokenizer(target)("import os").input_ids
     spec = SequenceSpec(SamplingParams(temperature=0.0), 0, len(tokens), 200, (0,))
