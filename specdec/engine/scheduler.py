@@ -133,7 +133,8 @@ class Scheduler:
       goes on in the place of the prompt that waits for it; if it cannot, nobody waits for it.
     - Memory is given in that order. The last sequence is preempted first.
     - If a request has no room to begin, at most 16 later ones of its owner begin before it. Then all of that owner wait
-      for it, and nothing is looked up for them. Other owners' requests do not wait.
+      for it, and nothing is looked up for them. Other owners' requests do not wait; behind the first head
+      a step looks up at most 32 requests of all owners.
     - After a step ran out of memory the next ones have fewer tokens: no drafts if there were any, else three quarters.
       Then drafts get what prompts leave. If there are fewer tokens than rows, the rows take turns.
 
@@ -318,18 +319,21 @@ class _Step:
         self._prefixes: list[CachedPrefix | None] = []
         self._unread: list[int] = []
         places: dict[bytes, int] = {}  # of owners whose head has been reached
+        left = sys.maxsize  # look-ups of all owners, behind the first head
         for request in self._requests:
             prefix, num_cached, owner = None, request.num_computed_tokens, request.owner
-            if request.is_queued and places.get(owner, 1) <= 0:
+            if request.is_queued and (left <= 0 or places.get(owner, 1) <= 0):
                 num_cached = request.num_tokens
             elif not num_cached:
                 prefix = self._cache.find_prefix(request.key)
                 num_cached = prefix.num_tokens
+                left -= request.is_queued
                 if owner in places:
                     places[owner] -= request.is_queued
             queue = self._queues.get(owner)
             if queue is not None and request.key == queue.head:
                 places[owner] = queue.num_may_pass
+                left = min(left, 2 * _MAX_PASSING)
             self._prefixes.append(prefix)
             self._unread.append(request.num_tokens - num_cached)
 
