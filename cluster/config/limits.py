@@ -86,8 +86,7 @@ class Limits(StrictModel):
     )
     priorities: Literal["off", "own", "all"] = Field(
         "off",
-        description="what a request's priority orders; off: nothing, and another than 0 is refused; own: requests of "
-        "its API key; all: also, below 0 from a key of access.admin_keys, those of all keys",
+        description="requests that priority orders: none (others than 0 refused); a key's own; admins': all",
     )
     slow_client_timeout_s: float = Field(
         30.0, gt=0, le=86400, description="a stream ends of which its client takes nothing for this long"
