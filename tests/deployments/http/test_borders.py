@@ -126,7 +126,7 @@ async def test_a_request_that_waits_too_long_is_told_so_and_ends(bench: Bench, s
 
 async def test_a_stream_that_gets_no_further_token_ends_with_an_error(bench: Bench) -> None:
     bench.script = lambda request: never(bench, "ok")
-    async with served(bench, queue_timeout_s=0.3) as http:
+    async with served(bench, queue_timeout_s=2) as http:
         stream = await http.post("/v1/completions", json=ASK | {"stream": True})
     events = [json.loads(event.removeprefix("data: ")) for event in stream.text.strip().split("\n\n")]
     assert (events[0]["choices"][0]["text"], events[-1]["error"]["code"]) == ("ok", "queue_timeout")

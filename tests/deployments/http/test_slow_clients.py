@@ -60,12 +60,17 @@ def text_of(messages: list[dict[str, Any]]) -> str:
     return b"".join(message.get("body", b"") for message in messages).decode()
 
 
-@pytest.fixture
-def bench(tokenizer: Any) -> Bench:
-    settings = ApiSettings(limits=Limits(slow_client_timeout_s=0.2))
+def make_bench(tokenizer: Any, timeout_s: float) -> Bench:
+    settings = ApiSettings(limits=Limits(slow_client_timeout_s=timeout_s))
     made = Bench(tokenizer, settings, max_model_len=1 << 16)
     made.script = lambda request: paused(NUM_TOKENS)
     return made
+
+
+@pytest.fixture
+def bench(tokenizer: Any) -> Bench:
+    """Patient: what a stream's client takes is in time on any machine."""
+    return make_bench(tokenizer, 60)
 
 
 def generated(bench: Bench) -> tuple[float, float]:
@@ -73,7 +78,7 @@ def generated(bench: Bench) -> tuple[float, float]:
 
 
 async def ended(bench: Bench) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while bench.metric("num_requests_running"):
             await asyncio.sleep(0.02)
 
@@ -104,16 +109,19 @@ async def test_a_stream_of_which_more_than_1_mib_is_not_taken_ends(
 
 
 async def test_a_stream_of_which_nothing_is_taken_for_too_long_ends(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    bench = make_bench(tokenizer, 0.2)
     bench.script = lambda request: paused(8)
     stream = streamed(bench)
-    await anext(stream)
+    first = await anext(stream)
     await ended(bench)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "limits.slow_client_timeout_s" not in caplog.text:
             await asyncio.sleep(0.02)
-    assert sum(generated(bench)) == 8
+    num_delivered, num_discarded = generated(bench)
+    assert num_delivered <= text_of(first).count("data: ")
+    assert num_discarded <= 8 - num_delivered
     assert [messages async for messages in stream] == []
 
 
