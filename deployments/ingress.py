@@ -22,6 +22,7 @@ from deployments.http.admission import Admission
 from deployments.http.app import create_app, request_grammars
 from deployments.http.keys import ApiKeys
 from deployments.http.observer import Observer
+from deployments.http.recordings import RecordingFolder
 from deployments.http.service import ApiSettings, ModelInfo, ServedModel
 from deployments.http.store import NOTHING, Store
 from deployments.metrics.autoscaling import LONG_QUEUE_S, Metrics
@@ -67,6 +68,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         check_node()
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
+        self._recordings = RecordingFolder(replica_id())
         own = fingerprints(args)
         info = model_info(args, own)
         self._target = info.target
@@ -157,6 +159,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             unsupported_tools=args.unsupported_tools,
             tracer=serve_tracer(),
         )
+        self._recordings.set(args.recordings)
         app = create_app(
             self._service,
             settings,
@@ -166,7 +169,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             self._admission,
             self._store if args.responses_store.enabled else None,
             self._grammars,
-            None if self._adapters is None else self._adapters.refresh,
+            None if self._adapters is None else self._adapters.find,
+            self._recordings if args.recordings.folder is not None else None,
         )
         if self._adapters is not None:
             add_adapter_routes(app, self._adapters)

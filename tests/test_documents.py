@@ -36,7 +36,7 @@ DOCUMENTS = sorted(
 MOST_WORDS_OF_A_KEY = 15
 MOST_BYTES_OF_A_PICTURE = 200_000
 FLAGS_OF_OTHERS = (
-    *("--build-arg", "--device", "--help", "--matmul-precision", "--read-only", "--secret", "--set", "--steps"),
+    *("--build-arg", "--device", "--matmul-precision", "--read-only", "--secret", "--set", "--steps"),
     "--stop-timeout",
 )
 """Of docker, helm and scripts, that begin a code span."""
@@ -175,9 +175,10 @@ def test_modules_that_are_run_exist(path: Path) -> None:
 
 
 def test_flags_that_documents_name_exist() -> None:
-    known = {flag_of(key) for key, _ in config_keys()} | {"--config", "--overlay", "--out", "--url"}
-    known |= {"--json", "--target-step-ms", "--draft-step-ms"}
-    known |= set(ALIASES.values())
+    actions = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
+    commands = [command for action in actions for command in action.choices.values()]
+    known = {flag for command in commands for action in command._actions for flag in action.option_strings}
+    known |= {flag_of(key) for key, _ in config_keys()} | set(ALIASES.values())
     known |= {flag for action in add_vllm_flags(argparse.ArgumentParser()) for flag in action.option_strings}
     text = "".join(path.read_text() for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "measurements.md"))
     named = set(re.findall(r"`(--[a-z-]+)", text))

@@ -16,6 +16,7 @@ from specdec.core.errors import InvalidParameterError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.config.app import ServiceConfig
     from specdec.audition.recording import Sample
     from specdec.audition.report import Audition
 
@@ -25,7 +26,9 @@ _MOST = 16
 
 def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec audition``."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="recording: a sample a line of JSON")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="recording, or a log in OpenAI's form, a line an answer"
+    )
     parser.add_argument(
         "--draft",
         metavar="MODEL",
@@ -38,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--draft-step-ms", type=float, action="append", help="time of a draft step: for all drafts, or for each in turn"
     )
+    add_log_temperature(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     keys = (*CONFIG_KEYS, "draft.quantization", "draft.other_vocabulary", "draft.parallel_drafting")
@@ -45,14 +49,23 @@ def add_arguments(parser: Parser) -> None:
     add_config_flags(parser, only=[key for key in keys if key not in left_out])
 
 
+def add_log_temperature(parser: Parser) -> None:
+    """The flag of commands that read logs."""
+    parser.add_argument(
+        "--log-temperature", type=float, default=1.0, help="of a log's answers whose line does not say; default 1"
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Try all drafts; returns the exit code."""
     step_ms = _step_ms(arguments)
 
-    from specdec.audition.recording import read_recording
+    from cluster.models.sources import target_source
+    from specdec.audition.logs import AnswerReader
     from specdec.audition.report import as_json, as_table
 
-    samples = [sample for sample in read_recording(arguments.file) if sample.output_token_ids]
+    reader = AnswerReader(target_source(_config(arguments, None)), arguments.log_temperature)
+    samples = [sample for sample in reader.read(arguments.file) if sample.output_token_ids]
     if not samples:
         raise InvalidParameterError("file", f"{arguments.file} has no sample with an output")
     auditions = [_audition(arguments, name, samples) for name in arguments.drafts]
@@ -67,15 +80,20 @@ def _audition(arguments: argparse.Namespace, name: str, samples: Sequence[Sample
     lengths = range(1, _MOST + 1)
     if name == "ngram":
         return audition_lookup(samples, lengths)
-    overrides: dict[str, Any] = config_overrides(arguments)
-    overrides["draft"] = overrides.get("draft", {}) | {"model": name}
-    config = load_config(arguments.config, overrides)
+    config = _config(arguments, name)
     draft = draft_source(config)
     assert draft is not None, "the configuration names one"
     options = backend_options(config, config.draft)
     num_step_tokens = 1 + _MOST if config.draft.parallel_drafting else 1
     options = replace(options, num_step_tokens=num_step_tokens, max_draft_tokens=_MOST)
     return audition_model(samples, target_source(config), draft, options, lengths)
+
+
+def _config(arguments: argparse.Namespace, draft: str | None) -> ServiceConfig:
+    """The configuration with one draft."""
+    overrides: dict[str, Any] = config_overrides(arguments)
+    overrides["draft"] = overrides.get("draft", {}) | {"model": draft}
+    return load_config(arguments.config, overrides)
 
 
 def _step_ms(arguments: argparse.Namespace) -> tuple[float, list[float]] | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import argcomplete
 
 import specdec
-from cluster.cli import audition, config, demo, doctor, generate, render, replay, serve
+from cluster.cli import audition, config, demo, doctor, generate, record, render, replay, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 from cluster.cli.vllm_flags import key_entries
@@ -16,6 +16,7 @@ from cluster.config.environment import set_for_command
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
+    "record": (record, "send requests to a service, and write its answers as a recording"),
     "replay": (replay, "say recorded answers again, and which token differs first"),
     "audition": (audition, "say what drafts would have earned on recorded answers, without the target"),
     "config": (config, "print the configuration that is in force"),

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from cluster.cli.audition import add_log_temperature
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.generate import CONFIG_KEYS, build_engine
 from cluster.config.files import load_config
@@ -15,7 +16,10 @@ USAGE = "FILE [--target MODEL] [--json] [KEY ...]"
 
 def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec replay``."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="recording: a sample a line of JSON")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="recording, or a log in OpenAI's form, a line an answer"
+    )
+    add_log_temperature(parser)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     add_config_flags(parser, only=(*CONFIG_KEYS, "exactness"))
@@ -25,11 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Replay all samples; returns 0 if every one that could be compared is the same, else 1."""
     from dataclasses import asdict
 
-    from specdec.audition.recording import read_recording
+    from cluster.models.sources import target_source
+    from specdec.audition.logs import AnswerReader
     from specdec.audition.replay import replay
 
     config = load_config(arguments.config, config_overrides(arguments))
-    samples = list(read_recording(arguments.file))
+    samples = list(AnswerReader(target_source(config), arguments.log_temperature).read(arguments.file))
     engine = build_engine(config)
     num_same = num_skipped = 0
     for one in replay(engine, samples):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.config.base import StrictModel, refused_key
-from cluster.config.limits import Access, Limits, ResponsesStore, Tls, names
+from cluster.config.limits import Access, Limits, Recordings, ResponsesStore, Tls, names
 from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
 from cluster.config.names import OTLP
 from cluster.config.replicas import ActorOptions, Replicas, Updates
@@ -230,6 +230,7 @@ class AppArgs(StrictModel):
     lora: LoraConfig = Field(default_factory=LoraConfig, description="adapters by request")
     access: Access = Field(default_factory=Access, description="who may call")
     responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
+    recordings: Recordings = Field(default_factory=Recordings, description="answers kept to try drafts on")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     updates: Updates = Field(

@@ -133,6 +133,11 @@ def set_for_command(
         environment["HF_HUB_CACHE"] = download_dir
 
 
+def client_key(environment: Mapping[str, str] = os.environ) -> str:
+    """The API key with which a command calls a service, by the name that OpenAI's clients use; empty for none."""
+    return environment.get("OPENAI_API_KEY", "")
+
+
 def api_keys(file: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """API keys by their names: those of a file, ``name: key`` a line, and ``name=key,name=key`` of the environment.
 

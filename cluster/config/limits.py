@@ -6,9 +6,9 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.config.base import StrictModel
+from cluster.config.base import StrictModel, refused_key
 from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import MAX_LOGPROBS
 
@@ -154,6 +154,27 @@ def names(value: Any) -> Any:
 
 
 SharePrefixes = Literal["key", "group", "all"]
+
+
+class Recordings(StrictModel):
+    """Answers that each ingress writes into a folder, to be replayed, and to try or train drafts on."""
+
+    folder: str | None = Field(
+        None, min_length=1, description="where recordings are written, for whoever may read users' texts; none: nowhere"
+    )
+    owners: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="names of the API keys whose answers are recorded; * for all, also without keys"
+    )
+    max_bytes: int = Field(
+        1 << 30, ge=1 << 20, le=1 << 50, description="of all recordings in the folder; then the oldest file goes"
+    )
+
+    @model_validator(mode="after")
+    def _both(self) -> Recordings:
+        if bool(self.owners) != (self.folder is not None):
+            missing, given = ("owners", "folder") if self.folder is not None else ("folder", "owners")
+            raise refused_key(f"recordings.{missing}", f"recordings.{missing}: is needed with recordings.{given}")
+        return self
 
 
 class Access(StrictModel):

@@ -26,6 +26,7 @@ LIVE_KEYS = (
     "access.api_keys_file",
     "access.admin_keys",
     "access.allowed_origins",
+    "recordings",
 )
 """Keys and sections of the configuration that a ``user_config`` may change."""
 

@@ -288,7 +288,7 @@ class LoraConfig(StrictModel):
     folder: str | None = Field(
         None,
         min_length=1,
-        description="folder, on every machine, from which POST /v1/load_lora_adapter takes others; none: from none",
+        description="folder, on every machine, of adapters that requests may name; none: no others",
     )
     hub: bool = Field(False, description="let it take adapters from the hub, too")
     max_adapter_bytes: int = Field(

@@ -88,7 +88,8 @@ def _num_entries(job: Job, delta: SampleDelta) -> int:
 
 def _num_prompt_ids(job: Job) -> int:
     """How many token ids of prompts are to be written: each choice tells its own."""
-    return job.num_prompt_tokens * job.num_samples if job.body.return_token_ids else 0
+    num_times = bool(job.body.return_token_ids) + bool(job.body.return_recording)
+    return job.num_prompt_tokens * job.num_samples * num_times
 
 
 class StreamedAnswer(Response):

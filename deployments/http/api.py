@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 from deployments.http.errors import ApiError
 from deployments.http.ignored import IgnoredFields
 from deployments.http.observer import Observer
+from deployments.http.recordings import RecordingFolder
 from deployments.http.request_context import RequestContext
 from deployments.http.service import ApiSettings, SequenceRequest, ServedModel, TokenService
 from deployments.http.store import Store
@@ -51,7 +52,8 @@ class Api:
         grammars: Compiles what requests bring, to refuse what cannot be.
         answers: How the model's answers are written.
         store: Keeps responses; None where the service keeps none.
-        refresh: Learns of the adapters that other ingresses have loaded; None where none can be.
+        find_adapter: Looks for an adapter that is not known here; None if none can be loaded.
+        recordings: Keeps answers as recordings; None if nobody asks for that.
         threads: Do what takes long.
     """
 
@@ -64,7 +66,8 @@ class Api:
     grammars: Grammars
     answers: AnswerForms
     store: Store | None = None
-    refresh: Callable[[], Awaitable[None]] | None = None
+    find_adapter: Callable[[str], Awaitable[None]] | None = None
+    recordings: RecordingFolder | None = None
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_NUM_THREADS, "requests"))
 
     def check_admin(self, context: RequestContext, act: str) -> None:
@@ -79,15 +82,16 @@ class Api:
         _logger.info("admin request_id=%s key=%s %s", context.label, context.stats.key, act)
 
     async def look_for(self, name: str | None) -> None:
-        """Ask the store for a model that is not known: another ingress may just have loaded that adapter.
+        """Look for a model that is not known: another ingress may just have loaded that adapter, or a folder has it.
 
         Raises:
+            InvalidParameterError: The folder has such an adapter, which cannot be served.
             ServiceUnavailableError: The store does not answer, or adapters are still being checked, so nobody knows
                 whether there is such a model.
         """
-        if self.refresh is not None and name is not None and self.service.model_info().find(name) is None:
+        if self.find_adapter is not None and name is not None and self.service.model_info().find(name) is None:
             try:
-                await self.refresh()
+                await self.find_adapter(name)
             except ServiceUnavailableError as error:
                 if self.service.model_info().find(name) is not None:  # it came while others were still checked
                     return

@@ -18,6 +18,7 @@ from deployments.http.ignored import IgnoredFields
 from deployments.http.keys import ApiKeys, CheckKeys
 from deployments.http.middleware import Admit, BodyLimit, CatchErrors, TrackRequests
 from deployments.http.observer import Observer
+from deployments.http.recordings import RecordingFolder
 from deployments.http.routes import completions, pages, responses
 from deployments.http.service import ApiSettings, TokenService
 from deployments.http.store import Store
@@ -49,7 +50,8 @@ def create_app(
     admission: Admission | None = None,
     store: Store | None = None,
     grammars: Grammars | None = None,
-    refresh: Callable[[], Awaitable[None]] | None = None,
+    find_adapter: Callable[[str], Awaitable[None]] | None = None,
+    recordings: RecordingFolder | None = None,
 ) -> FastAPI:
     """Build the OpenAI-style API over a token service.
 
@@ -62,7 +64,8 @@ def create_app(
         admission: The book of an application that this one takes the place of, whose requests go on counting.
         store: Keeps responses; by default nothing is kept.
         grammars: Of :func:`request_grammars`, which are made by default.
-        refresh: Learns of adapters that other ingresses have loaded.
+        find_adapter: Looks for an adapter that is not known here.
+        recordings: Keeps answers as recordings; by default none are kept.
     """
     # FastAPI's own spans would stand between Serve's and ours, and its counters beside ours.
     telemetry: Any = {"tracing": False, "metrics": False, "logs": False}
@@ -73,7 +76,9 @@ def create_app(
         grammars = request_grammars(tokenizer)
     answers = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_tags)
     texts = TokenTexts(tokenizer)
-    app.state.api = Api(service, tokenizer, settings, observer, texts, ignored, grammars, answers, store, refresh)
+    app.state.api = Api(
+        service, tokenizer, settings, observer, texts, ignored, grammars, answers, store, find_adapter, recordings
+    )
     add_error_handlers(app, settings.limits.retry_after_s)
     if admission is None:
         admission = Admission(settings.limits)

@@ -15,6 +15,7 @@ from deployments.http.job import Job
 from deployments.http.schemas.chat import ChatBody, CompletionBody
 from deployments.http.tally import answer_metrics, how_it_came
 from deployments.http.writing import AssistantMessage, Event, Json
+from specdec.audition.recording import object_of
 from specdec.core.types import PromptLogprobs, TokenLogprobs
 from specdec.text.detokenizer import TokenTexts
 
@@ -356,6 +357,8 @@ def _ending(job: Job, delta: SampleDelta) -> Json:
     if delta.notes is not None:
         offsets = {"text_offset": [shown.offset for shown in delta.logprobs]} if delta.logprobs is not None else {}
         ending["specdec"] = how_it_came(delta.notes, delta.plan) | offsets
+    if delta.recording is not None:
+        ending["recording"] = object_of(delta.recording)
     return ending | {"token_ids": list(delta.token_ids)} if job.body.return_token_ids else ending
 
 

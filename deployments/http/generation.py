@@ -14,6 +14,7 @@ from deployments.http.job import Job
 from deployments.http.observer import Reason, SequenceObserver
 from deployments.http.service import SequenceRequest
 from deployments.http.tally import RoundTally
+from specdec.audition.recording import Sample
 from specdec.core.messages import Notes, Plan
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
 from specdec.protocol.ingress import TokenDelta
@@ -50,6 +51,7 @@ class SampleDelta:
         prompt_logprobs: In the first piece of a choice, if asked for.
         notes: How ``token_ids`` came, if asked for.
         plan: By which the choice is drafted now, where somebody says.
+        recording: The whole choice, with its end, if asked for.
     """
 
     index: int
@@ -61,6 +63,7 @@ class SampleDelta:
     prompt_logprobs: PromptLogprobs | None = None
     notes: Notes | None = None
     plan: Plan | None = None
+    recording: Sample | None = None
 
     def __add__(self, later: SampleDelta) -> SampleDelta:
         """Two pieces of the same choice as one."""
@@ -74,6 +77,7 @@ class SampleDelta:
             self.prompt_logprobs,
             (self.notes or Notes()) + later.notes if later.notes is not None else self.notes,
             later.plan or self.plan,
+            later.recording or self.recording,
         )
 
 
@@ -122,6 +126,12 @@ class Generation:
         self.tallies = [RoundTally() for _ in job.sequences]
         self._counters = [job.new_counter() for _ in job.sequences] if job.new_counter is not None else []
         self._api = api
+        self._keeps = (
+            api.recordings is not None
+            and job.body.may_be_kept
+            and job.body.shows_output
+            and api.recordings.keeps(job.context.stats.key)
+        )
         self._num_open = len(job.sequences)
         self._has_begun = False
         self._queue: asyncio.Queue[SampleDelta | Exception] = asyncio.Queue(_MOST_QUEUED)
@@ -236,6 +246,7 @@ class Generation:
             kept=self.job.kept,
         )
         unshown: deque[ShownToken] = deque()
+        said: list[int] | None = [] if self._keeps or self.job.body.return_recording else None
         tells_of_prompt = self.job.body.num_prompt_logprobs is not None
         stats = self.job.context.stats
         async with aclosing(self._api.service.open(request)) as deltas:
@@ -256,6 +267,10 @@ class Generation:
                 if tells_of_prompt:
                     piece = replace(piece, prompt_logprobs=await self._prompt_read(index, delta.notes))
                     tells_of_prompt = False
+                if said is not None:
+                    said += piece.token_ids
+                    if piece.finish is not None:
+                        piece = self._recorded(piece, piece.finish, request, said)
                 await self._queue.put(piece)
                 if piece.finish is not None:
                     return piece.finish
@@ -292,6 +307,15 @@ class Generation:
             notes=delta.notes.first(num_billed) if self.job.body.wants_speculation else None,
             plan=self.tallies[index].plan,
         )
+
+    def _recorded(self, piece: SampleDelta, finish: Finish, request: SequenceRequest, said: list[int]) -> SampleDelta:
+        """Keep a choice that has ended, and tell it if asked for."""
+        stats, spec = self.job.context.stats, request.spec
+        tokens = tuple(request.prompt), tuple(said)
+        sample = Sample.of_sequence(spec, *tokens, finish, stats.key, self.job.fingerprint)
+        if self._keeps and self._api.recordings is not None:
+            self._api.recordings.add(sample)
+        return replace(piece, recording=sample) if self.job.body.return_recording else piece
 
     def _unseen(self, index: int, delta: TokenDelta, observer: SequenceObserver) -> SampleDelta:
         """The whole choice where only its prompt is of interest: nothing of a delta is shown or billed."""

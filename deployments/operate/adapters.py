@@ -33,7 +33,7 @@ from deployments.http.service import ServedModel
 from deployments.http.store import NOTHING, Changes, Store
 from deployments.http.strict_json import StrictJsonRoute
 from deployments.transport.link import spawn
-from specdec.checkpoint.fingerprint import ADAPTER_WEIGHTS, adapter_folder, adapter_reference
+from specdec.checkpoint.fingerprint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_folder, adapter_reference
 from specdec.core.errors import InvalidParameterError, ModelLoadError, ServiceUnavailableError, SpecdecError
 from specdec.core.types import Adapter
 from specdec.models.describe import linear_shapes
@@ -90,6 +90,8 @@ _ENTRY_KEYS = {"lora_name": "name", "lora_path": "path", "draft_lora_path": "dra
 """Keys of an entry of ``lora.adapters`` by the parameters of a request that loads an adapter."""
 _ENCODE = msgspec.json.encode
 _DECODE = msgspec.json.Decoder(tuple[str, Adapter, Adapter | None]).decode
+_UNLOADED = b""
+"""In the store: an administrator has unloaded the adapter, and nobody looks for it in the folder."""
 """In the store: the fingerprint of the model that an adapter was checked against, and both adapters."""
 
 
@@ -239,7 +241,10 @@ class LoadedAdapters:
         self._layers = _Layers(args)
         self._known: dict[str, AdapterPair] = {}
         self._version = NOTHING
+        self._unloaded: set[str] = set()
         self._reading = asyncio.Lock()
+        self._next_read: asyncio.Task[None] | None = None
+        self._finding: dict[str, asyncio.Task[None]] = {}
         self._has_read = asyncio.Event()
         self._one_by_one = asyncio.Lock()
         self._loads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="adapter-loads")
@@ -284,17 +289,58 @@ class LoadedAdapters:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_read.wait(), timeout_s)
 
+    async def find(self, name: str) -> None:
+        """Look for an adapter that no request could name so far: in the store, and then in the folder.
+
+        Raises:
+            InvalidParameterError: The folder has one of that name, which cannot be served.
+            ServiceUnavailableError: The store does not answer, or adapters are still being checked.
+        """
+        await self.refresh()
+        base, colon, after = name.partition(":")
+        name = after if colon and base in (self._base.name, *self._base.other_names) else name
+        if name in self._known or name in self._unloaded or self._args.lora.folder is None:
+            return
+        if name not in self._finding:
+            task = self._finding[name] = spawn(self._find_in_folder(name))
+            task.add_done_callback(lambda _: self._finding.pop(name))
+        await asyncio.shield(self._finding[name])
+
+    async def _find_in_folder(self, name: str) -> None:
+        """Load the adapter that lies in the folder under its name, if one does."""
+        in_folder = self._args.lora.model_copy(update={"hub": False})
+        try:
+            path = await asyncio.to_thread(allowed_path, in_folder, name, "model")
+        except InvalidParameterError:
+            return
+        if not await asyncio.to_thread((Path(path) / ADAPTER_CONFIG).is_file):
+            return
+        try:
+            await self.load(name, name, None, in_place=False)
+        except InvalidParameterError as error:
+            text = f"model: the adapter {name!r} of lora.folder cannot be served: {error}"
+            raise InvalidParameterError("model", text) from error
+
     async def refresh(self) -> None:
-        """Take in what has changed up to now.
+        """Take in what has changed up to now: callers share one question to the store, asked after they came.
 
         Raises:
             ServiceUnavailableError: The store does not answer, or adapters are still being checked.
         """
+        if self._next_read is None:
+            self._next_read = spawn(self._read_once())
+        await asyncio.shield(self._next_read)
+
+    async def _read_once(self) -> None:
         try:
             async with asyncio.timeout(_REFRESH_S), self._reading:
+                self._next_read = None
                 await self._apply(await self._store.changes(self._version, 0.0))
         except TimeoutError:
             raise ServiceUnavailableError("the loaded adapters are still being checked") from None
+        finally:
+            if self._next_read is asyncio.current_task():
+                self._next_read = None
 
     async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
         """Check an adapter, and let requests name it.
@@ -334,7 +380,9 @@ class LoadedAdapters:
             raise InvalidParameterError("lora_name", f"lora_name: {name} is one of the configuration, lora.adapters")
         async with self._one_by_one:
             await self.refresh()  # what a new store has lost is put back before it is taken out
-            was_there = await self._store.assign(name, None)
+            if name in self._unloaded:
+                return False
+            was_there = await self._store.assign(name, _UNLOADED if self._args.lora.folder is not None else None)
             await self.refresh()
         return was_there
 
@@ -345,7 +393,10 @@ class LoadedAdapters:
         """
         if changes.is_all:
             missing = {name: known for name, known in self._known.items() if name not in changes.values}
-            if changes.version[0] != self._version[0] and missing:
+            is_other_store = changes.version[0] != self._version[0]
+            for name in self._unloaded - changes.values.keys() if is_other_store else ():
+                await self._store.assign(name, _UNLOADED)
+            if is_other_store and missing:
                 logger.warning("The store of loaded adapters has lost %d: they are put back", len(missing))
                 for name, known in missing.items():
                     await self._store.assign(name, _ENCODE((self._base.decision, *known)))
@@ -353,7 +404,8 @@ class LoadedAdapters:
                 for name in missing:
                     self._set(name, None)
         for name, value in changes.values.items():
-            stored = None if value is None else _decoded(name, value)
+            (self._unloaded.add if value == _UNLOADED else self._unloaded.discard)(name)
+            stored = None if not value else _decoded(name, value)
             self._set(name, None if stored is None else await self._of_this_model(name, *stored))
         self._version = changes.version
         self._has_read.set()

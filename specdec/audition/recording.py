@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,7 +13,9 @@ from specdec.core.errors import InvalidParameterError
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, are_ids
 from specdec.core.types import Adapter, Finish, Tokens
-from specdec.engine.results import GenerationResult
+
+if TYPE_CHECKING:
+    from specdec.engine.results import GenerationResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,28 @@ class Sample:
     @classmethod
     def of(cls, result: GenerationResult, owner: str = "", system_fingerprint: str = "") -> Sample:
         """Record what an engine generated."""
-        spec = result.spec
+        tokens = result.prompt_token_ids, result.token_ids
+        return cls.of_sequence(result.spec, *tokens, result.finish_reason, owner, system_fingerprint)
+
+    @classmethod
+    def of_sequence(
+        cls,
+        spec: SequenceSpec,
+        prompt_token_ids: Tokens,
+        output_token_ids: Tokens,
+        finish_reason: Finish,
+        owner: str = "",
+        system_fingerprint: str = "",
+    ) -> Sample:
+        """Record a sequence and its output."""
         return cls(
-            result.prompt_token_ids,
-            result.token_ids,
+            prompt_token_ids,
+            output_token_ids,
             spec.max_tokens,
             replace(spec.sampling, logprobs=None, prompt_logprobs=None),
             spec.seed,
             spec.eos_token_ids,
-            result.finish_reason,
+            finish_reason,
             spec.adapter,
             spec.draft_adapter,
             tuple(spec.prediction),
@@ -111,6 +126,12 @@ def write_recording(path: Path, samples: Iterable[Sample]) -> None:
 def line_of(sample: Sample) -> bytes:
     """Return a sample as a line of JSON, without the line's end."""
     return msgspec.json.encode(sample, enc_hook=list)
+
+
+def object_of(sample: Sample) -> dict[str, Any]:
+    """Return a sample as the object that its line holds."""
+    found: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=list)
+    return found
 
 
 def read_recording(path: Path) -> Iterator[Sample]:

@@ -176,7 +176,7 @@ def as_chat(body: ResponsesBody, turns: Turns) -> ResponseChat:
         "tools": None if body.tools is None else [_tool(tool) for tool in body.functions],
         "tool_choice": _tool_choice(body.tool_choice) if body.functions or body.tool_choice != "auto" else None,
     }
-    return ResponseChat.model_construct(**shared, **asked)
+    return ResponseChat.model_construct(**shared, **asked, store=body.store)
 
 
 def _response_format(format_: TextFormat | None) -> dict[str, Any] | None:

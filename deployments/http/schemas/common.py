@@ -111,6 +111,8 @@ class GenerationBody(SamplingBody):
         n: Samples per prompt.
         max_tokens: Most output tokens.
         return_token_ids: Send the tokens' ids too.
+        return_recording: Send with the end of each choice the line of a recording that ``specdec replay`` and
+            ``specdec audition`` read, as ``recording`` of the choice.
         prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
         add_special_tokens: Whether prompts get those that the tokenizer adds by itself; by default texts do, and
             conversations, whose template has its own, do not.
@@ -125,6 +127,7 @@ class GenerationBody(SamplingBody):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_recording: bool | None = None
     prompt_logprobs: Integer | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -175,6 +178,11 @@ class GenerationBody(SamplingBody):
     def shows_output(self) -> bool:
         """Whether the answer has output; else it only tells of its prompt."""
         return True
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether the service may record the answer: not with ``store: false``, nor with a ``cache_salt``."""
+        return (self.model_extra or {}).get("store") is not False and self.cache_salt is None
 
     @property
     def wants_continuous_usage(self) -> bool:

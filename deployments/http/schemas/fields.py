@@ -143,6 +143,7 @@ REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
+    "return_recording": (False,),
     "return_tokens_as_token_ids": (False,),
     "echo": (False,),
 }

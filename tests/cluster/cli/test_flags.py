@@ -133,6 +133,9 @@ EXAMPLES = {
     "unknown_fields": "refuse",
     "trust_request_chat_template": True,
     "unsupported_tools": "drop",
+    "recordings.folder": "/srv/recordings",
+    "recordings.owners": "nightly, weekly",
+    "recordings.max_bytes": 1 << 24,
     "responses_store.enabled": True,
     "responses_store.max_responses": 100,
     "responses_store.max_bytes": 1 << 20,
@@ -256,6 +259,9 @@ def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
     needed |= {"target.engine": "vllm"} if key in OF_VLLM else {}
     if key in ("draft.heads", "draft.tree_tokens"):
         needed |= {"draft.method": "model+medusa", "draft.heads": "h"}
+    if key.startswith("recordings."):
+        needed |= {name: EXAMPLES[name] for name in ("recordings.folder", "recordings.owners")}
+        needed[key] = {"recordings.folder": "elsewhere", "recordings.owners": "others"}.get(key, 1 << 30)
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
     assert from_flags(needed | {key: value}) == file

@@ -17,7 +17,7 @@ FILE = "FILE.yaml"
 DEMO, T = {"demo": "plain"}, {"target": "t", "draft": "d"}
 
 COMMANDS: list[tuple[str, str]] = [
-    ("frobnicate", "'serve', 'generate', 'replay', 'audition', 'config', 'render', 'demo', 'doctor'"),
+    ("frobnicate", "'serve', 'generate', 'record', 'replay', 'audition', 'config', 'render', 'demo', 'doctor'"),
     ("serve --prot 8", "unknown argument --prot; did you mean --port?"),
     ("serve --num-spec 3", "unknown argument --num-spec; did you mean --max-num-seqs?"),
     ("serve --bogus 3", "unknown argument --bogus; see specdec serve --help"),

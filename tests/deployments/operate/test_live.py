@@ -18,6 +18,7 @@ from starlette.requests import Request
 from cluster.config.app import AppArgs
 from cluster.config.environment import api_keys
 from cluster.models.sources import read_template
+from deployments.http.recordings import RecordingFolder
 from deployments.http.service import ModelInfo, ServedModel
 from deployments.ingress import OpenAIIngress
 from deployments.operate.live import LiveKeys, WatchedFile
@@ -138,6 +139,7 @@ def _ingress(keys: dict[str, Any]) -> Ingress:
     ingress._service = RoutedTokens(ModelInfo(ingress._target))
     ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
     ingress._store = ingress._adapters = None
+    ingress._recordings = RecordingFolder("one")
     return ingress
 
 

@@ -71,7 +71,7 @@ class Service:
             tokenizer,
             self.bench.observer,
             ApiKeys(KEYS),
-            refresh=self.adapters.refresh,
+            find_adapter=self.adapters.find,
         )
         add_adapter_routes(self.app, self.adapters)
 

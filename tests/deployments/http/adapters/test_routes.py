@@ -18,9 +18,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config.app import AppArgs
+from cluster.config.limits import ResponsesStore
 from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
 from deployments.http.service import ApiSettings, ServedModel
+from deployments.http.store import MemoryStore
 from deployments.operate import adapters as adapters_module
 from deployments.operate.adapters import add_adapter_routes, configured_adapters
 from specdec.checkpoint.fingerprint import adapter_reference
@@ -59,19 +61,54 @@ async def test_unknown_names_are_404(name: str, post: Post) -> None:
 
 
 async def test_an_adapter_comes_and_goes(service: Service, post: Post, folder: Path) -> None:
-    load = {"lora_name": "chat", "lora_path": "chat", "draft_lora_path": str(folder / "chat-draft")}
-    assert (await post("completions", model="chat", prompt="x"))[0] == 404
+    load = {"lora_name": "talk", "lora_path": "chat", "draft_lora_path": str(folder / "chat-draft")}
+    assert (await post("completions", model="talk", prompt="x"))[0] == 404
     assert (await post("load_lora_adapter", **load))[0] == 200
     assert (await post("load_lora_adapter", **load))[0] == 200, "the same again"
-    assert (await post("completions", model="chat", prompt="x"))[0] == 200
+    assert (await post("completions", model="talk", prompt="x"))[0] == 200
     spec = service.asked[0].spec
     assert spec.adapter is not None
     assert spec.draft_adapter is not None
     assert Path(spec.adapter.path), Path(spec.draft_adapter.path) == (folder / "chat", folder / "chat-draft")
-    assert (await post("unload_lora_adapter", lora_name="chat", lora_int_id=3))[0] == 200
-    assert (await post("completions", model="chat", prompt="x"))[0] == 404
-    status, error = await post("unload_lora_adapter", lora_name="chat")
+    assert (await post("unload_lora_adapter", lora_name="talk", lora_int_id=3))[0] == 200
+    assert (await post("completions", model="talk", prompt="x"))[0] == 404
+    status, error = await post("unload_lora_adapter", lora_name="talk")
     assert (status, error["param"]) == (404, "lora_name")
+
+
+@pytest.mark.parametrize("name", ["chat", "demo:chat"])
+async def test_an_adapter_of_the_folder_is_there_without_a_load(name: str, service: Service, post: Post) -> None:
+    answers = await asyncio.gather(*(post("completions", model=name, prompt="x") for _ in range(3)))
+    assert [status for status, _ in answers] == [200] * 3
+    assert service.names()["chat"] == "chat"
+    assert service.num_published == 1, "those who ask at once share one load"
+
+
+async def test_an_adapter_of_the_folder_that_was_unloaded_stays_so(
+    service: Service, post: Post, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    assert (await post("completions", model="chat", prompt="x"))[0] == 200
+    assert (await post("unload_lora_adapter", lora_name="chat"))[0] == 200
+    other = Service(tokenizer, folder, service.store)
+    await other.adapters.find("chat")
+    assert "chat" not in other.names()
+    service.store = other.adapters._store = MemoryStore(ResponsesStore())  # the store has lost it
+    await other.adapters.find("chat")
+    another = Service(tokenizer, folder, service.store)
+    await another.adapters.find("chat")
+    assert "chat" not in another.names() | other.names()
+    await another.adapters.load("chat", "chat", None, False)
+    assert another.names()["chat"] == "chat"
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("large", 400), ("outside", 404), ("../outside", 404), ("link", 404), (".", 404), ("circle", 404)],
+)
+async def test_what_the_folder_has_not_or_cannot_be_served(name: str, status: int, post: Post) -> None:
+    found, error = await post("completions", model=name, prompt="x")
+    assert (found, error["param"]) == (status, "model")
+    assert status == 404 or "rank" in error["message"]
 
 
 @pytest.mark.parametrize("name", ["team/sql:v2", "../sql", "ä b", "x" * 200])
