@@ -83,6 +83,7 @@ def drafts_for(args: dict[str, Any], user_config: Mapping[str, Any]) -> Applicat
     try:
         draft = args.get("draft", {})
         has_model = isinstance(draft, str) or draft.get("model") is not None
+        # A configuration with a draft model needs a target, and which one it is decides nothing here.
         parsed = AppArgs.model_validate({**args, "target": {"model": "unknown"}} if has_model else args)
         share = placement_of(parsed, ray_devices(), has_target=False).draft
     except (ValueError, SpecdecError) as error:
@@ -113,7 +114,8 @@ def _service(args: AppArgs, placement: Placement) -> Application:
     engine = check_engine(args)
     if engine is not None:
         logger.info(engine)
-    updates = plan_updates(args.updates, args.replicas, placement, ray_nodes(), ("target", "router", "ingress"))
+    shares = {"target": placement.target, "router": placement.router, "ingress": placement.ingress}
+    updates = plan_updates(args.updates, args.replicas, shares, ray_nodes())
     surge = updates.surge_percent
     for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)
@@ -144,8 +146,7 @@ def _service(args: AppArgs, placement: Placement) -> Application:
 
 
 def _draft(args: AppArgs, given: dict[str, Any], share: ActorShare, user_config: Mapping[str, Any]) -> Application:
-    placement = Placement(share, share, share, share)
-    updates = plan_updates(args.updates, args.replicas, placement, ray_nodes(), ("draft",))
+    updates = plan_updates(args.updates, args.replicas, {"draft": share}, ray_nodes())
     for remark in updates.remarks:
         logger.info(remark)
     draft = serve.deployment(DraftServer, name=DRAFT).options(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config.replicas import Replicas, Updates, most
-from cluster.launch.placement import ActorShare, Placement
+from cluster.launch.placement import ActorShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +73,24 @@ class UpdatePlan:
     remarks: tuple[str, ...] = ()
 
 
-PARTS = ("target", "draft", "router", "ingress")
-
-
 def plan_updates(
     updates: Updates,
     replicas: Replicas,
-    placement: Placement,
+    shares: Mapping[str, ActorShare],
     nodes: Sequence[Node],
-    parts: Iterable[str] = PARTS,
 ) -> UpdatePlan:
     """Let a successor run beside each replica where it is to, or where there is room.
 
     Args:
         updates: What is wanted.
         replicas: How many there are of each.
-        placement: What one replica of each asks for.
+        shares: What one replica of each deployment asks for; those that come first get the room first.
         nodes: Those of the cluster when the configuration is applied.
-        parts: The deployments that there are, those first that get the room first.
     """
     left, percents, remarks = [(node, dict(node.free)) for node in nodes], {}, []
-    for part in parts:
+    for part, share in shares.items():
         wanted, count = getattr(updates, part), most(getattr(replicas, part))
-        num_placed = 0 if wanted == "replace" else _place(getattr(placement, part), count, left)
+        num_placed = 0 if wanted == "replace" else _place(share, count, left)
         num_surge = count if wanted == "surge" else num_placed
         percents[part] = min(100, max(1, 100 * num_surge // count)) if num_surge else 0
         if wanted == "auto" and not num_surge:

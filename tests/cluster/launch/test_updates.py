@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config.replicas import Replicas, Updates
 from cluster.launch.capacity import Node, plan_updates
-from cluster.launch.placement import ActorShare, Placement
+from cluster.launch.placement import ActorShare
 
 NO_ROOM = "no room for a second {0} beside the one that runs"
 
@@ -14,9 +14,9 @@ NO_ROOM = "no room for a second {0} beside the one that runs"
 def plan(free: dict[str, float], replicas: dict[str, object] | None = None, **updates: str):
     gpu, none = ActorShare({"num_cpus": 4, "num_gpus": 1}), ActorShare({"num_cpus": 0})
     half = ActorShare({"num_cpus": 1, "num_gpus": 0.5, "accelerator_type": "L40S", "resources": {"bay": 1}})
-    placement = Placement(target=gpu, draft=half, router=none, ingress=none)
+    shares = {"target": gpu, "draft": half, "router": none, "ingress": none}
     nodes = [Node("n", free)]
-    return plan_updates(Updates.model_validate(updates), Replicas.model_validate(replicas or {}), placement, nodes)
+    return plan_updates(Updates.model_validate(updates), Replicas.model_validate(replicas or {}), shares, nodes)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,13 @@ BIG, SMALL = {"pool": "big"}, {"pool": "small"}
 )
 def test_room_is_room_on_one_node_that_may_take_the_replica(free, count, selector, percent):
     options = {"num_gpus": 4} | ({"label_selector": selector} if selector else {})
-    none = ActorShare({"num_cpus": 0})
-    placement = Placement(target=ActorShare(options), draft=none, router=none, ingress=none)
     nodes = [Node(str(i), {"GPU": gpus}, labels) for i, (gpus, labels) in enumerate(free)]
     replicas = Replicas.model_validate({"target": count})
-    assert plan_updates(Updates(), replicas, placement, nodes, ["target"]).surge_percent["target"] == percent
+    assert plan_updates(Updates(), replicas, {"target": ActorShare(options)}, nodes).surge_percent["target"] == percent
 
 
 def test_what_asks_for_labels_alone_needs_a_node_with_them():
     front = ActorShare({"num_cpus": 0, "label_selector": {"pool": "front"}})
-    placement = Placement(target=front, draft=front, router=front, ingress=front)
     for labels, percent in (({"pool": "front"}, 100), ({}, 0)):
-        found = plan_updates(Updates(), Replicas(), placement, [Node("n", {}, labels)], ["target"])
+        found = plan_updates(Updates(), Replicas(), {"target": front}, [Node("n", {}, labels)])
         assert found.surge_percent == {"target": percent}
