@@ -13,6 +13,7 @@ from cluster.config.base import validated
 from cluster.config.files import check_named, read_yaml
 from cluster.launch.placement import check_gpus
 from cluster.launch.serve_config import (
+    GRACE,
     KUSTOMIZATION,
     copy_overlay,
     find_overlay,
@@ -20,6 +21,7 @@ from cluster.launch.serve_config import (
     laid_over,
     node_environment,
     placement,
+    pods,
     serve_config,
 )
 from specdec.core.errors import InvalidParameterError
@@ -70,7 +72,8 @@ def _write(path: Path, text: str) -> None:
 def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
     """The texts of ``serve.yaml``, for ``serve deploy``, and of ``environment.env``, for every node of the cluster.
 
-    Neither flags nor this machine's variables and secrets have a say.
+    With an overlay ``grace.yaml`` is among them: how long pods may take to end. Neither flags nor this machine's
+    variables and secrets have a say.
 
     Args:
         path: The service's configuration.
@@ -89,7 +92,8 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
         _check_pods(config)
     head = f"# Written by: specdec render {path.name}\n"
     environment = "".join(f"{name}={value}\n" for name, value in sorted(node_environment(config).items()))
-    return {"serve.yaml": head + _yaml(serve_config(config)), "environment.env": head + environment}
+    files = {"serve.yaml": head + _yaml(serve_config(config)), "environment.env": head + environment}
+    return files if overlay is None else files | {GRACE: head + _yaml(pods(config))}
 
 
 def _check_pods(config: ServiceConfig) -> None:

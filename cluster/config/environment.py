@@ -39,6 +39,9 @@ RAY_SETTINGS = {
     "OTEL_SERVICE_NAME": "specdec",
 }
 
+DRAIN_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+"""How long ``ray start --block`` lets its node drain after SIGTERM, in seconds; Ray's default is 30."""
+
 _NEEDED = (
     "RAY_SERVE_USE_GRPC_BY_DEFAULT",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD",

@@ -5,6 +5,7 @@ The overlays for KubeRay that come with specdec, and a copy of one that stands a
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.app import AppArgs, ServiceConfig, is_loopback
-from cluster.config.environment import RAY_SETTINGS
+from cluster.config.environment import DRAIN_VARIABLE, RAY_SETTINGS
 from cluster.config.files import read_yaml
 from cluster.config.live import without_live
 from cluster.config.names import (
@@ -97,9 +98,40 @@ def _draft_application(args: AppArgs) -> dict[str, Any]:
     }
 
 
+_REPLACEMENT_S = 60
+"""How long replicas of a node that drains serve on while Serve starts others in their place; then they are stopped.
+
+Serve stops a replica when ``drain_timeout_s`` are left of the node's time: had the node no more than that, at once.
+"""
+_KILL_S = 10
+"""From the end of a node's drain until its processes are killed; Ray ends them in that time."""
+
+
+def node_drain_s(drain_timeout_s: float) -> int:
+    """Return how long a node may drain after SIGTERM: ``ray start --block`` ends it sooner if it is idle sooner."""
+    return math.ceil(drain_timeout_s) + _REPLACEMENT_S
+
+
+def pod_grace_s(drain_timeout_s: float) -> int:
+    """Return the ``terminationGracePeriodSeconds`` of every pod."""
+    return node_drain_s(drain_timeout_s) + _KILL_S
+
+
 def node_environment(config: ServiceConfig) -> dict[str, str]:
     """Variables that every node of the cluster needs, before Ray starts there."""
-    return RAY_SETTINGS | config.tracing.variables()
+    drain = {DRAIN_VARIABLE: str(node_drain_s(config.drain_timeout_s))}
+    return RAY_SETTINGS | drain | config.tracing.variables()
+
+
+def pods(config: ServiceConfig) -> dict[str, Any]:
+    """The patch of every pod that depends on the configuration."""
+    grace = {"terminationGracePeriodSeconds": pod_grace_s(config.drain_timeout_s)}
+    return {
+        "apiVersion": "v1",
+        "kind": "PodTemplate",
+        "metadata": {"name": "every"},
+        "template": {"spec": grace},
+    }
 
 
 def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
@@ -143,6 +175,8 @@ def _check(config: ServiceConfig) -> None:
 
 
 KUSTOMIZATION = "kustomization.yaml"
+GRACE = "grace.yaml"
+"""File with the patch of every pod that depends on the configuration."""
 COPY = "manifests"
 """Folder, beside the rendered files, of the overlay and of all that it is built on."""
 _REFERENCES = ("resources", "components", "transformers", "generators", "validators")
@@ -234,6 +268,7 @@ def kustomization(overlay: Path, path: Path) -> dict[str, Any]:
             {"name": "specdec-serve", "behavior": "replace", "files": ["serve.yaml"]},
             {"name": "specdec-environment", "behavior": "replace", "envs": ["environment.env"]},
         ],
+        "patches": [{"path": GRACE, "target": {"kind": "PodTemplate"}}],
         "transformers": [os.path.normpath(path / transformer) for transformer in repeated],
     }
 

@@ -13,7 +13,7 @@ import yaml
 
 import specdec
 from cluster.config.app import AppArgs
-from cluster.config.environment import RAY_SETTINGS
+from cluster.config.environment import DRAIN_VARIABLE, RAY_SETTINGS
 from cluster.config.files import load_config
 from cluster.config.live import reconfigured
 from cluster.config.names import (
@@ -160,7 +160,8 @@ def test_the_same_file_serves_on_a_laptop(overlay):
 @overlays
 def test_pods_have_the_settings_of_the_local_service(overlay):
     (environment,) = [one for one in of_kind(built(overlay), "ConfigMap") if "RAY_worker_niceness" in one["data"]]
-    assert environment["data"] == RAY_SETTINGS
+    assert environment["data"].keys() - RAY_SETTINGS.keys() == {DRAIN_VARIABLE}
+    assert environment["data"].items() > RAY_SETTINGS.items()
     for _, pod in pods(overlay):
         assert container(pod)["envFrom"] == [{"configMapRef": {"name": environment["metadata"]["name"]}}]
 
@@ -279,11 +280,12 @@ def test_ingress_router_and_status_run_where_no_model_does(overlay):
 def test_no_pod_goes_before_its_streams(overlay):
     args = app_args(overlay)
     assert ray_service(overlay)["spec"]["rayClusterDeletionDelaySeconds"] > args.drain_timeout_s
-    if overlay in PROD:
-        assert args.limits.request_timeout_s <= args.drain_timeout_s
+    assert args.limits.request_timeout_s is None
+    (environment,) = [one for one in of_kind(built(overlay), "ConfigMap") if DRAIN_VARIABLE in one["data"]]
     for _, pod in pods(overlay):
-        _sleep, seconds = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
-        assert args.drain_timeout_s < float(seconds) < pod["spec"]["terminationGracePeriodSeconds"]
+        assert "lifecycle" not in container(pod)
+        drain_s, grace_s = int(environment["data"][DRAIN_VARIABLE]), pod["spec"]["terminationGracePeriodSeconds"]
+        assert (drain_s, grace_s) == (args.drain_timeout_s + 60, args.drain_timeout_s + 70)
 
 
 @overlays
@@ -292,7 +294,7 @@ def test_the_heads_readiness_is_rays_and_workers_have_raylets_and_proxys(overlay
         probes = {key: probe["httpGet"]["path"] for key, probe in container(pod).items() if key.endswith("Probe")}
         worker = {"livenessProbe": "/api/local_raylet_healthz", "readinessProbe": "/-/healthz"}
         gate = {"startupProbe": "/health"} if name == "front" else {}
-        if name != "headgroup":  # a pod that hangs does not first sleep
+        if name != "headgroup":  # a pod that hangs does not first drain
             assert container(pod)["livenessProbe"]["terminationGracePeriodSeconds"] < 30
         assert probes == ({} if name == "headgroup" else worker | gate)
         assert {"name": "serve", "containerPort": 8000} in container(pod)["ports"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import yaml
 
 from cluster.cli.main import main
-from tests.k8s.overlays import kubectl, ray_service
+from cluster.config.environment import DRAIN_VARIABLE
+from tests.k8s.overlays import built, kubectl, of_kind, pods, ray_service
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/deploy-kubernetes.md").read_text()
@@ -58,6 +59,17 @@ def test_variables_of_ones_own_make_another_cluster(tmp_path: Path) -> None:
         head = ray_service(out)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
         names += [source["configMapRef"]["name"] for source in head["spec"]["containers"][0]["envFrom"]]
     assert len(set(names)) == 2
+
+
+def test_pods_have_the_time_that_their_streams_have(tmp_path: Path) -> None:
+    service = tmp_path / "service.yaml"
+    for drain_timeout_s, expected in ((0, ("60", 70)), (1800.5, ("1861", 1871))):
+        service.write_text(yaml.safe_dump({"demo": "plain", "drain_timeout_s": drain_timeout_s}))
+        out = tmp_path / f"mine{drain_timeout_s}"
+        assert main(["render", str(service), "--overlay", "dev", "--out", str(out)]) == 0
+        (environment,) = [one for one in of_kind(built(out), "ConfigMap") if DRAIN_VARIABLE in one["data"]]
+        for _, pod in pods(out):
+            assert (environment["data"][DRAIN_VARIABLE], pod["spec"]["terminationGracePeriodSeconds"]) == expected
 
 
 def commands(text: str) -> list[str]:

@@ -25,7 +25,7 @@ def test_a_demo_that_finds_no_room_leaves_nothing(
     assert main(["demo", "make", "hybrid"]) == 0
 
 
-@pytest.mark.parametrize("full", ["kustomization.yaml", "serve.yaml", "environment.env", "manifests"])
+@pytest.mark.parametrize("full", ["kustomization.yaml", "serve.yaml", "environment.env", "grace.yaml", "manifests"])
 def test_after_a_render_that_found_no_room_the_next_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: str
 ) -> None:

@@ -245,7 +245,7 @@ def test_a_range_grows_without_a_restart():
 def test_a_kustomization_of_ones_own_stays_as_it_is(service, tmp_path, capsys):
     config, out = service(demo="plain"), tmp_path / "mine"
     assert main(["render", config, "--overlay", str(overlays() / "dev"), "--out", str(out)]) == 0
-    names = {"serve.yaml", "environment.env", "kustomization.yaml", "manifests"}
+    names = {"serve.yaml", "environment.env", "grace.yaml", "kustomization.yaml", "manifests"}
     assert {path.name for path in out.iterdir()} == names
     (out / "kustomization.yaml").write_text("mine")
     assert main(["render", config, "--overlay", "dev", "--out", str(out)]) == 0
