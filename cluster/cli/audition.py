@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
-from cluster.cli.generate import CONFIG_KEYS
+from cluster.cli.generate import CONFIG_KEYS, SEQUENTIAL_TOKENS
 from cluster.config.files import load_config
 from specdec.core.errors import InvalidParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cluster.config.app import ServiceConfig
     from specdec.audition.recording import Sample
     from specdec.audition.report import Audition
 
-USAGE = "FILE --draft MODEL [--draft MODEL ...] --target MODEL [--json] [KEY ...]"
+USAGE = "FILE --draft MODEL [--draft MODEL ...] --target MODEL [--require better] [--json] [KEY ...]"
+EXIT_NOT_MET = 3
 _MOST = 16
 
 
 def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec audition``."""
     parser.add_argument(
-        "file", metavar="FILE", type=Path, help="recording, or a log in OpenAI's form, a line an answer"
+        "file", metavar="FILE", type=Path, help="recording, or a log in OpenAI's form, a line an answer; or a folder"
     )
     parser.add_argument(
         "--draft",
@@ -42,10 +44,19 @@ def add_arguments(parser: Parser) -> None:
         "--draft-step-ms", type=float, action="append", help="time of a draft step: for all drafts, or for each in turn"
     )
     add_log_temperature(parser)
+    parser.add_argument("--held-out", action="store_true", help="only samples that specdec train-draft holds out")
+    parser.add_argument(
+        "--same-target", metavar="FILE", type=Path, help="only samples with a system_fingerprint of this recording"
+    )
+    parser.add_argument(
+        "--require",
+        choices=("better", "not-worse"),
+        help=f"exit with {EXIT_NOT_MET} unless the last draft is better than the first (p < .001), not worse (p < .05)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     keys = (*CONFIG_KEYS, "draft.quantization", "draft.other_vocabulary", "draft.parallel_drafting")
-    left_out = ("draft.model", "draft.method", "draft.heads", "draft.tree_tokens", "num_speculative_tokens")
+    left_out = ("draft.model", "draft.method", "draft.heads", "draft.tree_tokens")
     add_config_flags(parser, only=[key for key in keys if key not in left_out])
 
 
@@ -59,41 +70,66 @@ def add_log_temperature(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Try all drafts; returns the exit code."""
     step_ms = _step_ms(arguments)
+    if arguments.require and len(arguments.drafts) < 2:
+        raise InvalidParameterError("draft", "--require compares the last draft with the first: give --draft twice")
 
+    from specdec.audition.report import as_json, as_table, verdict
+
+    overrides = config_overrides(arguments)
+    config = load_config(arguments.config, overrides)
+    samples = _samples(arguments, config)
+    if arguments.require == "not-worse" and not samples:
+        print(f"{arguments.file} has no sample to try: nothing is worse")
+        return 0
+    if not samples:
+        raise InvalidParameterError("file", f"{arguments.file} has no sample with an output that is to be tried")
+    auditions = [try_draft(arguments.config, overrides, name, samples) for name in arguments.drafts]
+    print(json.dumps(as_json(auditions, step_ms)) if arguments.json else as_table(auditions, step_ms))
+    if not arguments.require:
+        return 0
+    found = verdict(auditions[0], auditions[-1], compared_length(config))
+    print(found, file=sys.stderr if arguments.json else sys.stdout)
+    is_met = found.is_better if arguments.require == "better" else not found.is_worse
+    return 0 if is_met else EXIT_NOT_MET
+
+
+def _samples(arguments: argparse.Namespace, config: ServiceConfig) -> list[Sample]:
+    """Read the samples to try."""
     from cluster.models.sources import target_source
     from specdec.audition.logs import AnswerReader
-    from specdec.audition.report import as_json, as_table
+    from specdec.audition.training import is_held_out
 
-    reader = AnswerReader(target_source(_config(arguments, None)), arguments.log_temperature)
+    reader = AnswerReader(target_source(config), arguments.log_temperature)
     samples = [sample for sample in reader.read(arguments.file) if sample.output_token_ids]
-    if not samples:
-        raise InvalidParameterError("file", f"{arguments.file} has no sample with an output")
-    auditions = [_audition(arguments, name, samples) for name in arguments.drafts]
-    print(json.dumps(as_json(auditions, step_ms)) if arguments.json else as_table(auditions, step_ms))
-    return 0
+    if arguments.held_out:
+        samples = [sample for sample in samples if is_held_out(sample)]
+    if arguments.same_target is not None:
+        allowed = {sample.system_fingerprint for sample in reader.read(arguments.same_target)}
+        samples = [sample for sample in samples if sample.system_fingerprint in allowed]
+    return samples
 
 
-def _audition(arguments: argparse.Namespace, name: str, samples: Sequence[Sample]) -> Audition:
+def compared_length(config: ServiceConfig) -> int:
+    """Return the draft length at which drafts are compared: the configured one, or 4 if that is ``auto``."""
+    length = config.num_speculative_tokens
+    return SEQUENTIAL_TOKENS if length == "auto" else max(1, min(length, _MOST))
+
+
+def try_draft(config_file: str | None, overrides: Mapping[str, Any], name: str, samples: Sequence[Sample]) -> Audition:
+    """Try one draft model, or prompt lookup, as the configuration runs drafts."""
     from cluster.models.sources import backend_options, draft_source, target_source
     from specdec.audition.audition import audition_lookup, audition_model
 
     lengths = range(1, _MOST + 1)
     if name == "ngram":
         return audition_lookup(samples, lengths)
-    config = _config(arguments, name)
+    config = load_config(config_file, {**overrides, "draft.model": name})
     draft = draft_source(config)
     assert draft is not None, "the configuration names one"
     options = backend_options(config, config.draft)
     num_step_tokens = 1 + _MOST if config.draft.parallel_drafting else 1
     options = replace(options, num_step_tokens=num_step_tokens, max_draft_tokens=_MOST)
     return audition_model(samples, target_source(config), draft, options, lengths)
-
-
-def _config(arguments: argparse.Namespace, draft: str | None) -> ServiceConfig:
-    """The configuration with one draft."""
-    overrides: dict[str, Any] = config_overrides(arguments)
-    overrides["draft"] = overrides.get("draft", {}) | {"model": draft}
-    return load_config(arguments.config, overrides)
 
 
 def _step_ms(arguments: argparse.Namespace) -> tuple[float, list[float]] | None:

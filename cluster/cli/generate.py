@@ -44,7 +44,7 @@ CONFIG_KEYS = (
     "log_level",
 )
 
-_SEQUENTIAL_TOKENS = 4
+SEQUENTIAL_TOKENS = 4
 """In one process nothing is measured: what ``auto`` stands for here."""
 
 USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--max-tokens N] [KEY ...]"
@@ -112,7 +112,7 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     return SpeculativeEngine.from_pretrained(
         target_source(config),
         draft_source(config),
-        num_speculative_tokens=_SEQUENTIAL_TOKENS
+        num_speculative_tokens=SEQUENTIAL_TOKENS
         if config.num_speculative_tokens == "auto"
         else config.num_speculative_tokens,
         ngram=ngram_options(config),

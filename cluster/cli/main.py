@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import argcomplete
 
 import specdec
-from cluster.cli import audition, config, demo, doctor, generate, record, render, replay, serve
+from cluster.cli import audition, config, demo, doctor, generate, record, render, replay, serve, train_draft
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 from cluster.cli.vllm_flags import key_entries
@@ -19,6 +19,7 @@ COMMANDS = {
     "record": (record, "send requests to a service, and write its answers as a recording"),
     "replay": (replay, "say recorded answers again, and which token differs first"),
     "audition": (audition, "say what drafts would have earned on recorded answers, without the target"),
+    "train-draft": (train_draft, "train a draft model on recorded answers, and say whether it is better"),
     "config": (config, "print the configuration that is in force"),
     "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
     "demo": (demo, "put demo models on this machine that are not part of the package"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.audition.recording import Sample, numbered_lines, sample_of
+from specdec.audition.recording import Sample, placed_lines, sample_of
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import SamplingParams
 from specdec.core.types import Finish
@@ -47,11 +47,13 @@ class AnswerReader:
     def read(self, path: Path) -> Iterator[Sample]:
         """Read a file line by line; empty lines, and answers without a text (tool calls), are skipped.
 
+        A folder is read as its ``*.jsonl`` files, by name.
+
         Raises:
             InvalidParameterError: A line is neither; the message names file, line and field.
             OSError: The file cannot be read.
         """
-        for number, line in numbered_lines(path):
+        for place, line in placed_lines(path):
             try:
                 found = json.loads(line)
                 if isinstance(found, dict) and found.keys() & {"messages", "request", "prompt"}:
@@ -59,7 +61,7 @@ class AnswerReader:
                 else:
                     yield sample_of(line)
             except (ValueError, InvalidParameterError) as error:
-                raise InvalidParameterError("file", f"{path}, line {number}: {error}") from None
+                raise InvalidParameterError("file", f"{place}: {error}") from None
 
     def _samples(self, line: Json) -> Iterator[Sample]:
         request, answers = _parts(line)

@@ -137,15 +137,25 @@ def object_of(sample: Sample) -> dict[str, Any]:
 def read_recording(path: Path) -> Iterator[Sample]:
     """Read a recording line by line; empty lines are skipped.
 
+    Args:
+        path: A file, or a folder whose ``*.jsonl`` files are read by name.
+
     Raises:
         InvalidParameterError: A line is no sample; the message names file, line and field.
-        OSError: The file cannot be read.
+        OSError: A file cannot be read.
     """
-    for number, line in numbered_lines(path):
+    for place, line in placed_lines(path):
         try:
             yield sample_of(line)
         except ValueError as error:
-            raise InvalidParameterError("file", f"{path}, line {number}: {error}") from None
+            raise InvalidParameterError("file", f"{place}: {error}") from None
+
+
+def placed_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file, or of a folder's ``*.jsonl`` files, with the place of each for error messages."""
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for number, line in numbered_lines(file):
+            yield f"{file}, line {number}", line
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -15,6 +15,10 @@ Certainty = Literal["run", "near", "law"]
 draft or the end of a grammar. ``law``: of draft tokens drawn without the target's noise, which is unknown; with it no
 fewer are right in the mean."""
 RESAMPLES = 2000
+BETTER_P, WORSE_P = 0.001, 0.05
+"""A draft counts as better, or as worse, below these p-values."""
+_SIGN_FLIPS = (101, 99)
+"""Sign flips of a test: this many times this many at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,51 @@ def _tokens_per_round(earned: Sequence[Earned], counts: Any) -> Any:
     """Of each of the resamples, which have so many of each sample: float64 [R] of int64 [R, samples]."""
     tokens, rounds = (np.array([getattr(one, name) for one in earned]) for name in ("num_tokens", "num_rounds"))
     return (counts @ tokens) / (counts @ rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a draft is better than the first one, at one draft length.
+
+    Attributes:
+        length: Draft tokens of a round.
+        mean: Tokens a round less those of the first draft.
+        p_value: Of such a difference in rounds either way, by 9,999 sign flips over samples; at least 0.0001.
+    """
+
+    name: str
+    first_name: str
+    length: int
+    mean: float
+    p_value: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is better with p < 0.001."""
+        return self.mean > 0 and self.p_value < BETTER_P
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is worse with p < 0.05."""
+        return self.mean < 0 and self.p_value < WORSE_P
+
+    def __str__(self) -> str:
+        judged = "better" if self.is_better else "worse" if self.is_worse else "not better"
+        figures = f"{self.mean:+.3f} tokens a round at K = {self.length}, p = {self.p_value:.4f} by samples"
+        return f"{self.name} is {judged} than {self.first_name}: {figures}"
+
+
+def verdict(first: Audition, other: Audition, length: int, seed: int = 0) -> Verdict:
+    """Test whether two drafts need the same rounds on the same samples; the seed decides the sign flips."""
+    rounds = (np.array([one.num_rounds for one in draft.earned[length]]) for draft in (first, other))
+    saved = np.subtract(*rounds)
+    saved = saved[saved != 0]
+    rng = np.random.default_rng(seed)
+    repeats, size = _SIGN_FLIPS
+    flipped = [(rng.integers(0, 2, (size, len(saved)), np.int8) * 2 - 1) @ saved for _ in range(repeats)]
+    num_as_large = int(sum((abs(sums) >= abs(saved.sum())).sum() for sums in flipped))
+    mean = other.total(length).tokens_per_round - first.total(length).tokens_per_round
+    return Verdict(other.name, first.name, length, mean, (1 + num_as_large) / (1 + repeats * size))
 
 
 def as_json(auditions: Sequence[Audition], step_ms: tuple[float, Sequence[float]] | None) -> dict[str, Any]:

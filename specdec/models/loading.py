@@ -244,16 +244,9 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
             code of its own, is larger than its device's memory, or is of a kind that cannot be served exactly.
     """
     report = progress or _say_nothing
-    report(f"reading the configuration of {source.path}")
-    config = load_config(source)
     if source.engine == "openvino":  # which quantizes by itself
         source = replace(source, quantization="none", device="cpu" if source.device == "auto" else source.device)
-    device = choose_device(source.device)
-    dtype = _dtype(source.dtype, device)
-    place = "" if Path(source.path).expanduser().is_dir() else ", downloaded first where the cache lacks it"
-    report(f"loading {source.path}{place}")
-    with allocation(ModelLoadError, f"the weights of {source.path} do not fit into the memory of {device}"):
-        model = _load_weights(source, config, device, dtype, lambda line: report(f"loading {source.path}: {line}"))
+    model = load_weights(source, report)
     loaded = prepare_model(model, source.path)
     if source.quantization != "none" and not any(map(is_quantized, loaded.model.modules())):
         raise ModelLoadError(f"no layer of {source.path} can be quantized by {source.quantization}")
@@ -266,6 +259,22 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
     )
     return loaded
+
+
+def load_weights(source: ModelSource, progress: Progress) -> PreTrainedModel:
+    """Load a causal language model as transformers runs it, without the paged attention.
+
+    Raises:
+        ModelLoadError: As :func:`load_model`.
+    """
+    progress(f"reading the configuration of {source.path}")
+    config = load_config(source)
+    device = choose_device(source.device)
+    dtype = _dtype(source.dtype, device)
+    place = "" if Path(source.path).expanduser().is_dir() else ", downloaded first where the cache lacks it"
+    progress(f"loading {source.path}{place}")
+    with allocation(ModelLoadError, f"the weights of {source.path} do not fit into the memory of {device}"):
+        return _load_weights(source, config, device, dtype, lambda line: progress(f"loading {source.path}: {line}"))
 
 
 def _adapter_slots(loaded: LoadedModel, room: LoRAConfig) -> AdapterSlots:

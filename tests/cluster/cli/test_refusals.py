@@ -17,7 +17,10 @@ FILE = "FILE.yaml"
 DEMO, T = {"demo": "plain"}, {"target": "t", "draft": "d"}
 
 COMMANDS: list[tuple[str, str]] = [
-    ("frobnicate", "'serve', 'generate', 'record', 'replay', 'audition', 'config', 'render', 'demo', 'doctor'"),
+    (
+        "frobnicate",
+        "'serve', 'generate', 'record', 'replay', 'audition', 'train-draft', 'config', 'render', 'demo', 'doctor'",
+    ),
     ("serve --prot 8", "unknown argument --prot; did you mean --port?"),
     ("serve --num-spec 3", "unknown argument --num-spec; did you mean --max-num-seqs?"),
     ("serve --bogus 3", "unknown argument --bogus; see specdec serve --help"),
@@ -47,6 +50,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate x --temperature -1", "--temperature must be a number from 0 to 2"),
     ("generate x --temperature nan", "--temperature must be a number from 0 to 2"),
     ("generate x --seed -1", "--seed must be at least 0"),
+    ("audition f --draft d --require better", "--require compares the last draft with the first: give --draft twice"),
+    ("train-draft f --draft d", "the following arguments are required: --out"),
     *((f"serve {flag} x", f"unknown argument {flag}; {advice(flag)}") for flag in INSTEAD),
 ]
 ON_A_CLUSTER: list[tuple[dict[str, Any], str, str]] = [

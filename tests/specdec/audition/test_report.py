@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from specdec.audition.report import Audition, as_json, as_table, differences
+from specdec.audition.report import Audition, as_json, as_table, differences, verdict
 from specdec.audition.rounds import Earned
 
 
@@ -33,3 +33,28 @@ def test_figures_are_those_of_all_answers() -> None:
     assert found["drafts"][0]["right"] == 0.75
     assert json.dumps(found) == json.dumps(as_json(drafts, (10.0, [1.0, 2.0])))
     assert "75.0%" in as_table(drafts, None)
+
+
+def test_a_draft_is_better_only_if_chance_does_not_make_it_so() -> None:
+    first, better = audition("a", 12), audition("b", 8)
+    found = verdict(first, better, 4)
+    assert found.is_better
+    assert not found.is_worse
+    assert found.p_value == 1 / 10_000
+    assert found == verdict(first, better, 4)
+    worse = verdict(better, first, 4)
+    assert worse.is_worse
+    assert not worse.is_better
+    assert worse.p_value == found.p_value
+    same = verdict(first, audition("c", 12), 4)
+    assert (same.p_value, same.is_better, same.is_worse) == (1, False, False)
+
+
+def test_few_samples_prove_nothing_however_much_better() -> None:
+    drafts = [
+        Audition(name, "run", {4: [Earned(24, rounds, 24, 24 - rounds)] * 5}, [])
+        for name, rounds in (("a", 20), ("b", 5))
+    ]
+    found = verdict(*drafts, 4)
+    assert abs(found.p_value - 2 / 2**5) < 0.01  # all five signs alike
+    assert not found.is_better
