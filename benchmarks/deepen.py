@@ -8,6 +8,7 @@ et al. 2016, "Net2Net", section 2.3.) Text and acceptance are the demo pair's, t
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import shutil
 import statistics
@@ -17,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import specdec.demo
-from examples.train_draft.models import export, from_fields, num_parameters
 from specdec.executor.rows import RowInput
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
@@ -54,7 +54,8 @@ def deepen(model: PreTrainedModel, num_layers: int, seed: int = 0) -> PreTrained
         raise ValueError(f"num_layers must be at least {num_old}, not {num_layers}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        deep = from_fields(model.config.to_dict() | {"num_hidden_layers": num_layers})
+        config = AutoConfig.for_model(**model.config.to_dict() | {"num_hidden_layers": num_layers})
+        deep: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     deep.load_state_dict(model.state_dict(), strict=False)
     deep.generation_config = model.generation_config
     with torch.no_grad():
@@ -113,9 +114,10 @@ def write_pair(folder: Path, num_layers: int | None, wanted_s: float) -> None:
     demo: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
     num_layers = choose_layers(demo, wanted_s) if num_layers is None else num_layers
     deep = deepen(demo, num_layers)
-    export(deep, AutoTokenizer.from_pretrained(DEMO / "target"), folder / "target")
+    copy.deepcopy(deep).to(torch.bfloat16).save_pretrained(folder / "target")
+    AutoTokenizer.from_pretrained(DEMO / "target").save_pretrained(folder / "target")
     shutil.copytree(DEMO / "draft", folder / "draft", dirs_exist_ok=True)
-    size = num_parameters(deep) / 1e6
+    size = deep.num_parameters() / 1e6
     logger.info("%d layers, %.0f M parameters: %.1f ms a step in bfloat16", num_layers, size, 1e3 * steps_s([deep])[0])
     flags = f"--target {folder / 'target'} --draft {folder / 'draft'} --target-dtype bfloat16 --draft-dtype bfloat16"
     logger.info("Written. Try: python -m benchmarks.modes --offline %s", flags)

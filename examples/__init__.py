@@ -1,1 +1,1 @@
-"""Complete programs around the product; ``train_draft`` makes a draft model for a target."""
+"""Complete programs around the product."""

@@ -1,4 +1,4 @@
-"""The demo draft in other vocabularies."""
+"""The demo draft in other vocabularies, and with a mask token."""
 
 import json
 import random
@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 import specdec.demo
 
 DRAFT = Path(specdec.demo.__path__[0]) / "draft"
 _NUM_SPECIAL = 3
+_PADDING = 16
+"""The vocabulary's width stays a multiple of it."""
 
 
 def save_shuffled(folder: Path) -> Path:
@@ -24,6 +27,20 @@ def save_shuffled(folder: Path) -> Path:
 def save_smaller(folder: Path, num_tokens: int = 1500) -> Path:
     """The demo draft with the first tokens of its vocabulary alone."""
     return _save(folder, range(num_tokens))
+
+
+def save_masked(folder: Path) -> Path:
+    """The demo draft with a mask token, ``pard_token``, which it was not taught: it begins as the mean of others."""
+    shutil.copytree(DRAFT, folder)
+    weights = load_file(DRAFT / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    mean = weights[name].float().mean(0, keepdim=True).expand(_PADDING, -1)
+    weights[name] = torch.cat((weights[name], mean.to(weights[name].dtype)))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((DRAFT / "config.json").read_text())
+    added = {"vocab_size": _vocab_size() + _PADDING, "pard_token": _vocab_size()}
+    (folder / "config.json").write_text(json.dumps(config | added))
+    return folder
 
 
 def _vocab_size() -> int:

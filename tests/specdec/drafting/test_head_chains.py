@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.train_draft.heads import export_heads
 from specdec.core.backends import Status, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
@@ -28,6 +27,7 @@ from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.drafting.eagle3_folders import write_eagle3
+from tests.specdec.drafting.medusa_folders import write_medusa
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 MAX_MODEL_LEN = 64
@@ -69,7 +69,8 @@ def make_target(method: str, folder: Path, sampler: Sampler, limits: ExecutorLim
         write_eagle3(folder, model, [[*range(3, 60)]], layout="authors", draft_vocab_size=100)
     else:
         torch.manual_seed(1)
-        export_heads(MedusaHeads(HeadsConfig(model.config.hidden_size, VOCAB_SIZE, 3), None), folder)
+        config = HeadsConfig(model.config.hidden_size, VOCAB_SIZE, 3)
+        write_medusa(folder, config, MedusaHeads(config, None).state_dict())
     loaded, heads = load_heads(HeadsOptions(str(folder), NUM_TOKENS, method=method), prepare_model(model, "tiny"))
     runner = ModelRunner(loaded, num_blocks=100, block_size=4)
     if limits is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -21,6 +20,7 @@ from specdec.drafting.medusa.heads import HeadsConfig, load
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.drafting.medusa_folders import write_medusa
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 CONFIG = HeadsConfig(hidden_size=64, vocab_size=VOCAB_SIZE, num_heads=3, num_hidden_layers=2)
@@ -45,13 +45,6 @@ def weights_of(config: HeadsConfig, width: int | None = None) -> dict[str, Tenso
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
 
 
-def write(folder: Path, config: HeadsConfig, weights: dict[str, Tensor], **fields: object) -> str:
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config.to_dict() | fields))
-    return str(folder)
-
-
 def by_hand(config: HeadsConfig, weights: dict[str, Tensor], hidden: Tensor, vocabulary: list[Tensor]) -> list[Tensor]:
     logits = []
     for head in range(config.num_heads):
@@ -73,7 +66,7 @@ def by_hand(config: HeadsConfig, weights: dict[str, Tensor], hidden: Tensor, voc
 )
 def test_logits_are_those_of_the_formula(tmp_path: Path, target: LoadedModel, config: HeadsConfig) -> None:
     weights = weights_of(config)
-    heads = load(write(tmp_path, config, weights), target)
+    heads = load(write_medusa(tmp_path, config, weights), target)
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     own = target.model.get_output_embeddings().weight
     vocabulary = [weights.get(f"lm_heads.{head}.weight", own) for head in range(config.num_heads)]
@@ -89,7 +82,9 @@ def test_a_vocabulary_head_that_all_share_may_be_in_the_file(tmp_path: Path, tar
     weights = weights_of(config) | {name: torch.randn(VOCAB_SIZE, 64)}
     hidden = torch.randn(2, 64)
     want = by_hand(config, weights, hidden, [weights[name]] * 3)
-    torch.testing.assert_close(load(write(tmp_path, config, weights), target).all_logits(hidden), torch.stack(want))
+    torch.testing.assert_close(
+        load(write_medusa(tmp_path, config, weights), target).all_logits(hidden), torch.stack(want)
+    )
 
 
 @pytest.mark.parametrize("width", [40, VOCAB_SIZE])
@@ -97,7 +92,7 @@ def test_heads_of_a_part_of_the_vocabulary_say_nothing_else(tmp_path: Path, targ
     """The vocabulary heads of the file may be whole; their rows for the listed tokens are taken."""
     config, token_map = replace(CONFIG, truncated_vocab_size=40), torch.arange(3, 123, 3)
     weights = weights_of(config, width)
-    heads = load(write(tmp_path, config, weights | {"token_map": token_map}), target)
+    heads = load(write_medusa(tmp_path, config, weights | {"token_map": token_map}), target)
     hidden = torch.randn(2, 64)
     kept = [weights[f"lm_heads.{head}.weight"][slice(None) if width == 40 else token_map] for head in range(3)]
     logits = heads.all_logits(hidden)
@@ -109,7 +104,7 @@ def test_heads_of_a_part_of_the_vocabulary_say_nothing_else(tmp_path: Path, targ
 def test_the_first_medusas_names_are_read(tmp_path: Path, target: LoadedModel) -> None:
     weights = {f"medusa_heads.{name}": weight for name, weight in weights_of(CONFIG).items()}
     fields = {name: value for name, value in CONFIG.to_dict().items() if not name.startswith("num_")}
-    folder = write(tmp_path, CONFIG, weights)
+    folder = write_medusa(tmp_path, CONFIG, weights)
     (tmp_path / "config.json").write_text(json.dumps(fields | {"medusa_num_heads": 3, "medusa_num_layers": 2}))
     assert load(folder, target).num_tokens == 3
 
@@ -119,7 +114,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, target: 
 
     def refused(config: HeadsConfig, weights: dict[str, Tensor], **fields: object) -> str:
         with pytest.raises(ModelLoadError) as info:
-            load(write(tmp_path, config, weights, **fields), target)
+            load(write_medusa(tmp_path, config, weights, **fields), target)
         return str(info.value)
 
     assert "hidden_size and vocab_size must be 64 and 128, not 32 and 128" in refused(CONFIG, weights, hidden_size=32)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.train_draft.heads import export_heads
 from specdec.core.backends import DraftJob, Status, VerifyJob
 from specdec.core.grammar import Grammar
 from specdec.core.log import TokenLog
@@ -39,6 +38,7 @@ from specdec.sampling import on_kernels
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from tests.specdec.drafting.eagle3_folders import write_eagle3
+from tests.specdec.drafting.medusa_folders import write_medusa
 from tests.specdec.executor.test_steps import META, Nothing, on
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
@@ -193,7 +193,7 @@ def heads_on(loaded: LoadedModel, method: str, folder: Path) -> tuple[LoadedMode
         write_eagle3(folder, make_model("llama"), [[*range(3, 90)]], layout="authors", draft_vocab_size=50)
     else:
         config = HeadsConfig(loaded.config.hidden_size, VOCAB_SIZE, 4, original_lm_head=True)
-        export_heads(MedusaHeads(config, torch.nn.Identity()), folder)
+        write_medusa(folder, config, MedusaHeads(config, torch.nn.Identity()).state_dict())
     return load_heads(HeadsOptions(str(folder), 4, method=method), loaded)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.train_draft.parallel_drafting import with_mask_token
 from specdec import BackendOptions, LoRAConfig, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
 from specdec.audition.reading import read_drafts
 from specdec.audition.recording import Sample
@@ -24,7 +22,7 @@ from specdec.engine.pair import PairedTarget
 from tests.specdec.adapters import save_adapter
 from tests.specdec.engine.features import demo
 from tests.specdec.engine.pairs import Case, run
-from tests.specdec.vocabularies import DRAFT, save_shuffled, save_smaller
+from tests.specdec.vocabularies import save_masked, save_shuffled, save_smaller
 
 MOST = 8
 OPTIONS = BackendOptions(
@@ -62,13 +60,6 @@ def folder() -> Path:
     return Path(mkdtemp()) / "draft"
 
 
-def masked() -> Path:
-    path = folder()
-    shutil.copytree(DRAFT, path)
-    with_mask_token(AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)).save_pretrained(path)
-    return path
-
-
 def source_of(path: Path) -> ModelSource:
     return ModelSource(str(path), dtype="float32", device="cpu")
 
@@ -77,8 +68,12 @@ CANDIDATES: dict[str, Callable[[], Candidate]] = {
     "demo": lambda: Candidate(demo("draft")),
     "shuffled": lambda: Candidate(source_of(save_shuffled(folder())), replace(OPTIONS, other_vocabulary=True)),
     "smaller": lambda: Candidate(source_of(save_smaller(folder())), replace(OPTIONS, other_vocabulary=True)),
-    "parallel": lambda: Candidate(source_of(masked()), replace(OPTIONS, num_step_tokens=1 + MOST), is_parallel=True),
-    "few a pass": lambda: Candidate(source_of(masked()), replace(OPTIONS, num_step_tokens=3), is_parallel=True),
+    "parallel": lambda: Candidate(
+        source_of(save_masked(folder())), replace(OPTIONS, num_step_tokens=1 + MOST), is_parallel=True
+    ),
+    "few a pass": lambda: Candidate(
+        source_of(save_masked(folder())), replace(OPTIONS, num_step_tokens=3), is_parallel=True
+    ),
     "short": lambda: Candidate(demo("draft"), replace(OPTIONS, max_model_len=32)),
 }
 

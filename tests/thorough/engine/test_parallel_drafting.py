@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.models.demos import demo_folder
-from examples.train_draft.parallel_drafting import with_mask_token
 from specdec.core.backends import DraftJob, Proposal, Status
 from specdec.core.errors import ModelLoadError
 from specdec.core.grammar import Grammar
@@ -21,7 +20,7 @@ from specdec.engine.engine import SpeculativeEngine
 from specdec.models.loading import ModelSource, load_tokenizer
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import run_with_branches
-from tests.specdec.vocabularies import DRAFT
+from tests.specdec.vocabularies import DRAFT, save_masked
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Reader:\n    def __init__(self", "x = [1, 2, 3, 4, 5, 6"]
 NUM_STEP_TOKENS = 5
@@ -40,10 +39,7 @@ HYBRID = source(demo_folder("hybrid"))
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     """The demo draft with a mask token that it was not taught to read."""
-    folder = tmp_path_factory.mktemp("draft") / "masked"
-    shutil.copytree(DRAFT, folder)
-    with_mask_token(AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)).save_pretrained(folder)
-    return source(folder)
+    return source(save_masked(tmp_path_factory.mktemp("draft") / "masked"))
 
 
 def job(tokens: list[int], num_tokens: int, *, key: str = "a", agreed: int = 0, fork_of: str | None = None) -> DraftJob:

@@ -1,1 +1,0 @@
-"""Makes the demo pair: corpus, tokenizer, target, draft, figures. Run as ``python -m examples.train_draft``."""
