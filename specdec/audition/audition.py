@@ -54,8 +54,7 @@ def audition_model(
 def _certainty(samples: Sequence[Sample], dtype: torch.dtype) -> Certainty:
     if any(sample.seed is None and not sample.sampling.is_greedy for sample in samples):
         return "law"
-    has_grammar = any(sample.sampling.grammar is not None for sample in samples)
-    return "near" if has_grammar or dtype is not torch.float32 else "run"
+    return "run" if dtype is torch.float32 else "near"
 
 
 def _right(reading: Reading) -> tuple[int, int]:

@@ -11,9 +11,9 @@ import numpy as np
 from specdec.audition.rounds import Earned
 
 Certainty = Literal["run", "near", "law"]
-"""What figures are. ``run``: those that drafting in turn would have counted. ``near``: the same but for near-ties of a
-draft or the end of a grammar. ``law``: of draft tokens drawn without the target's noise, which is unknown; with it no
-fewer are right in the mean."""
+"""How exact figures are. ``run``: drafting in turn would have counted the same. ``near``: the same except for near-ties
+of a draft in bfloat16. ``law``: draft tokens were drawn without the target's noise, which is unknown. With it no fewer
+are right on average."""
 RESAMPLES = 2000
 BETTER_P, WORSE_P = 0.001, 0.05
 """A draft counts as better, or as worse, below these p-values."""

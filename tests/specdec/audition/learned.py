@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from specdec import SamplingParams
 from specdec.audition.recording import Sample
@@ -29,5 +30,5 @@ def shuffled(samples: list[Sample], seed: int = 0) -> list[Sample]:
     return [sample(one.prompt_token_ids, output) for one, output in zip(samples, outputs, strict=True)]
 
 
-def sample(prompt, output) -> Sample:
+def sample(prompt: Sequence[int], output: Sequence[int]) -> Sample:
     return Sample(tuple(prompt), tuple(output), OUTPUT_TOKENS, SamplingParams(temperature=0.0), system_fingerprint="fp")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec import BackendOptions, LoRAConfig, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
+from specdec import BackendOptions, Grammar, LoRAConfig, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
 from specdec.audition.reading import read_drafts
 from specdec.audition.recording import Sample
 from specdec.audition.rounds import Earned, earned_by_lookup, earned_by_reading
@@ -143,6 +143,29 @@ def test_a_draft_models_rounds_are_those_that_the_engine_counts(name: str) -> No
     assert all(one.is_whole for one in readings)
     assert_told_is_served(
         samples, lambda most: [earned_by_reading(one, most, drafts_first=True) for one in readings], engine, lengths
+    )
+
+
+GRAMMARS = (
+    Grammar("regex", "[a-z]{3,9}( [a-z]+){1,4}"),
+    Grammar("json_schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'),
+    Grammar("choice", '["yes", "no", "perhaps not"]'),
+)
+
+
+def test_rounds_under_a_grammar_are_those_that_the_engine_counts() -> None:
+    engine = SpeculativeEngine.from_pretrained(
+        demo("target"), demo("draft"), num_speculative_tokens=MOST, options=OPTIONS, draft_options=OPTIONS
+    )
+    samplings = [SamplingParams(temperature=t, grammar=one) for one in GRAMMARS for t in (0.0, 0.8)]
+    results = [one for sampling in samplings for one in engine.generate_batch(PROMPTS[:2], sampling, max_tokens=24)]
+    samples = [Sample.of(result) for result in results]  # the engine has compiled the grammars by now
+    assert {one.finish_reason for one in samples} == {"stop", "length"}
+    drafter, _ = build_drafter(demo("draft"), OPTIONS, demo("target"), has_branches=False)
+    readings = read_drafts(drafter, samples, MOST, seeds=[0] * len(samples))
+    assert all(one.is_whole for one in readings)
+    assert_told_is_served(
+        samples, lambda most: [earned_by_reading(one, most, drafts_first=True) for one in readings], engine
     )
 
 
