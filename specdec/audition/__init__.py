@@ -1,1 +1,1 @@
-"""What a draft would have earned on recorded answers, and whether a target says them again."""
+"""Recorded answers: what a draft would have earned on them or learns from them, and whether a target repeats them."""
