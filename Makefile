@@ -36,7 +36,7 @@ VERSIONS := 3.11 3.12 3.13
 PYTHON ?=
 
 .PHONY: help setup setup-vllm serve demo test test-fast test-faults test-vllm test-vllm-engine test-vllm-service test-cluster test-clients test-image test-monitoring test-gpu test-versions \
-	mutants lint check format docs screenshots tables lock dist release-check bench soak clean
+	mutants lint check format docs screenshots tables examples lock dist release-check bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
@@ -59,6 +59,7 @@ help:
 	@echo "make docs             the site of docs/, into build/site; a broken link fails it"
 	@echo "make screenshots      the pictures of /ui in docs/images, of a running make serve; needs chromium"
 	@echo "make tables           the generated tables of keys and metrics in docs/, written again"
+	@echo "make examples         the files of k8s/examples, rendered again"
 	@echo "make lock             requirements*.lock: every library of each image, with hashes"
 	@echo "make dist             the wheel and the source archive, into dist/"
 	@echo "make bench            speculation modes compared on the same work"
@@ -160,6 +161,10 @@ docs: $(SITE)
 tables: $(SERVE)
 	@$(BIN)/python -m cluster.cli.keys docs/configuration.md
 	@$(BIN)/python -m deployments.metrics.families docs/metrics.md
+
+# The rendered files of k8s/examples.
+examples: $(SERVE)
+	@for folder in k8s/examples/*; do $(BIN)/specdec render $$folder/config.yaml > $$folder/rayservice.yaml || exit 1; done
 
 # A list for each variant of the image, and one of what builds the package there, with the package index' hashes for every
 # platform. torch's builds for CPUs are on an index of their own: the lists for CPUs have neither torch nor what it needs on GPUs.

@@ -1,4 +1,4 @@
-"""Puts the manifests for KubeRay into the wheel, as data of ``cluster``, and the repository's address into metadata.
+"""Puts the repository's address into the metadata.
 
 The README's links would lead nowhere on a package index without it.
 
@@ -7,28 +7,9 @@ All else is in ``pyproject.toml``.
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 from setuptools import setup
-from setuptools.command.build_py import build_py
-
-LEFT_OUT = shutil.ignore_patterns("*.py", "*.pyc", "__pycache__", "*.md")
-
-
-class BuildWithManifests(build_py):
-    """The packages, and the manifests beside them."""
-
-    def run(self) -> None:
-        """Copy them; an editable install finds them in the clone."""
-        super().run()
-        if not self.editable_mode:
-            shutil.copytree(
-                Path(__file__).parent / "k8s",
-                Path(self.build_lib) / "cluster" / "k8s",
-                ignore=LEFT_OUT,
-                dirs_exist_ok=True,
-            )
 
 
 def repository() -> str | None:
@@ -59,7 +40,6 @@ def description(address: str | None) -> str:
 
 ADDRESS = repository()
 setup(
-    cmdclass={"build_py": BuildWithManifests},
     project_urls=project_urls(ADDRESS) if ADDRESS else {},
     long_description=description(ADDRESS),
     long_description_content_type="text/markdown",

@@ -161,7 +161,7 @@ def test_the_lock_has_the_versions_of_the_constraints_and_hashes_for_all() -> No
 
 def test_a_release_needs_one_version_everywhere(tmp_path: Path) -> None:
     """The check of a tag, on a copy of the files that it reads: the right one passes, and each other file fails it."""
-    for name in (".ci/release-check", "specdec/__init__.py", "Dockerfile", "k8s/components/pod/kustomization.yaml"):
+    for name in (".ci/release-check", "specdec/__init__.py", "Dockerfile", "k8s/examples/dev/rayservice.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "CHANGELOG.md").write_text(f"## [{specdec.__version__.partition('rc')[0]}] - 2026-11-27\n")
@@ -174,7 +174,7 @@ def test_a_release_needs_one_version_everywhere(tmp_path: Path) -> None:
     tag = f"v{specdec.__version__}"
     assert check(tag) == (0, f"{tag} can be released\n")
     assert check(specdec.__version__)[0] == 1
-    for name in ("specdec/__init__.py", "Dockerfile", "k8s/components/pod/kustomization.yaml", "CHANGELOG.md"):
+    for name in ("specdec/__init__.py", "Dockerfile", "k8s/examples/dev/rayservice.yaml", "CHANGELOG.md"):
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text.replace(specdec.__version__, "9").replace("## [", "## [9."))
         code, said = check(tag)

@@ -65,8 +65,8 @@ def check_node() -> None:
             has = "is not set" if value is None else f"is {value}"
             raise InvalidParameterError(
                 name,
-                f"{name} {has} on this node, and must be {needed}: start Ray on every node with the variables of "
-                "environment.env, which specdec render --out writes",
+                f"{name} {has} on this node, and must be {needed}: start Ray on every node with the variables "
+                "that specdec render --environment prints",
             )
 
 

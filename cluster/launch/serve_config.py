@@ -1,20 +1,15 @@
-"""The service's configuration as Serve takes it on a cluster: for ``serve deploy``, and KubeRay's ``serveConfigV2``.
-
-The overlays for KubeRay that come with specdec, and a copy of one that stands alone.
-"""
+"""The service's configuration as Serve takes it on a cluster: for ``serve deploy``, and KubeRay's ``serveConfigV2``."""
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
+
+import yaml
 
 from cluster.config.app import AppArgs, ServiceConfig, is_loopback
 from cluster.config.environment import DRAIN_VARIABLE, RAY_SETTINGS
-from cluster.config.files import read_yaml
 from cluster.config.live import without_live
 from cluster.config.names import (
     APPLICATION,
@@ -47,7 +42,7 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
         InvalidParameterError: A key means this machine alone, or is a secret, which the cluster would show.
     """
     _check(config)
-    config = _placed(config)
+    config = placed(config)
     args = config.model_copy(update={"host": EVERY_ADDRESS}).app_args()
     host = config.host if "host" in config.model_fields_set else EVERY_ADDRESS
     return {
@@ -62,7 +57,7 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
     }
 
 
-def _placed(config: ServiceConfig) -> ServiceConfig:
+def placed(config: ServiceConfig) -> ServiceConfig:
     """Say of each model's replicas how many GPUs and cores one takes: each application sees its own keys alone."""
     actors = config.model_dump(exclude_unset=True).get("actors", {})
     for role, model in (("target", config.target), *((("draft", config.draft),) if config.has_own_draft else ())):
@@ -123,17 +118,6 @@ def node_environment(config: ServiceConfig) -> dict[str, str]:
     return RAY_SETTINGS | drain | config.tracing.variables()
 
 
-def pods(config: ServiceConfig) -> dict[str, Any]:
-    """The patch of every pod that depends on the configuration."""
-    grace = {"terminationGracePeriodSeconds": pod_grace_s(config.drain_timeout_s)}
-    return {
-        "apiVersion": "v1",
-        "kind": "PodTemplate",
-        "metadata": {"name": "every"},
-        "template": {"spec": grace},
-    }
-
-
 def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
     """Options of one deployment that the configuration names, and that restart none of its replicas."""
     options = scaling(getattr(args.replicas, part), part) if part in args.replicas.model_fields_set else {}
@@ -174,48 +158,6 @@ def _check(config: ServiceConfig) -> None:
         raise InvalidParameterError("port", "port: 0 takes any port, on each node another one: give one")
 
 
-KUSTOMIZATION = "kustomization.yaml"
-GRACE = "grace.yaml"
-"""File with the patch of every pod that depends on the configuration."""
-COPY = "manifests"
-"""Folder, beside the rendered files, of the overlay and of all that it is built on."""
-_REFERENCES = ("resources", "components", "transformers", "generators", "validators")
-_LEFT_OUT = shutil.ignore_patterns("*.py", "*.pyc", "__pycache__", "*.md")
-
-
-def overlays() -> Path:
-    """The folder of the overlays: in an installed package beside this module, else in the clone."""
-    here = Path(__file__).resolve().parents[1]
-    installed = here / "k8s" / "overlays"
-    return installed if installed.is_dir() else here.parent / "k8s" / "overlays"
-
-
-def find_overlay(name: str) -> Path:
-    """The folder of an overlay, by its path or its name.
-
-    Raises:
-        InvalidParameterError: There is none.
-    """
-    known = overlays()
-    for folder in (Path(name), known / name):
-        if (folder / KUSTOMIZATION).is_file():
-            return folder.resolve()
-    names = ", ".join(sorted(folder.name for folder in known.iterdir())) if known.is_dir() else "none"
-    raise InvalidParameterError(
-        "overlay",
-        f"overlay: {name} is no folder with a {KUSTOMIZATION}, and none of those that come with specdec: {names}",
-    )
-
-
-def placement(overlay: Path) -> dict[str, Any]:
-    """What an overlay's ``placement.yaml`` says, over what those say that its kustomization begins with."""
-    found: dict[str, Any] = {}
-    for below in _references(overlay, ("resources",)):
-        found = laid_over(found, placement(below))
-    own = overlay / "placement.yaml"
-    return laid_over(found, read_yaml(own)) if own.exists() else found
-
-
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Both mappings in one; where both have a key, ``above`` counts, section by section."""
     result = dict(below)
@@ -225,64 +167,12 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def copy_overlay(overlay: Path, out: Path) -> Path:
-    """Copy an overlay, and all that it is built on, into a folder; nothing of the copy points out of it.
-
-    Files that are there are overwritten, and others are left alone.
-
-    Args:
-        overlay: Its folder.
-        out: Where the rendered files are; the copy is in ``manifests`` there.
-
-    Returns:
-        The copy's path, relative to ``out``.
-    """
-    folders = {overlay.resolve(), *_all_below(overlay.resolve())}
-    root = Path(os.path.commonpath(folders))
-    copy = (out / COPY).resolve()
-
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        is_out = {name for name in names if Path(folder, name).resolve() == out.resolve()}
-        return _LEFT_OUT(folder, names) | is_out
-
-    if not overlay.resolve().is_relative_to(copy):  # else it is such a copy itself
-        for folder in sorted(folders):
-            shutil.copytree(folder, copy / folder.relative_to(root), ignore=left_out, dirs_exist_ok=True)
-        return Path(COPY) / overlay.resolve().relative_to(root)
-    return overlay.resolve().relative_to(out.resolve())
+def as_yaml(content: dict[str, Any]) -> str:
+    """Return a mapping as YAML, with what occurs twice written twice."""
+    return yaml.dump(content, Dumper=_WithoutAliases, sort_keys=False, width=118, allow_unicode=True)
 
 
-def kustomization(overlay: Path, path: Path) -> dict[str, Any]:
-    """The kustomization that puts the rendered files, and further patches, in the place of an overlay's own.
-
-    Args:
-        overlay: Its folder.
-        path: Of the overlay as the kustomization is to name it.
-    """
-    repeated = read_yaml(overlay / KUSTOMIZATION).get("transformers", [])
-    return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [str(path)],
-        "configMapGenerator": [
-            {"name": "specdec-serve", "behavior": "replace", "files": ["serve.yaml"]},
-            {"name": "specdec-environment", "behavior": "replace", "envs": ["environment.env"]},
-        ],
-        "patches": [{"path": GRACE, "target": {"kind": "PodTemplate"}}],
-        "transformers": [os.path.normpath(path / transformer) for transformer in repeated],
-    }
-
-
-def _all_below(folder: Path) -> Iterator[Path]:
-    for below in _references(folder, _REFERENCES):
-        yield below
-        yield from _all_below(below)
-
-
-def _references(folder: Path, keys: tuple[str, ...]) -> Iterator[Path]:
-    """Folders with a kustomization that one names; files, and what is on the network, are not among them."""
-    content = read_yaml(folder / KUSTOMIZATION)
-    for key in keys:
-        for entry in content.get(key, []):
-            if (folder / entry / KUSTOMIZATION).is_file():
-                yield (folder / entry).resolve()
+class _WithoutAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        """Never an alias."""
+        return True

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -94,12 +95,12 @@ class LocalCluster:
         self._ports: dict[str, int] = {}
         self.ray = Cluster(initialize_head=True, head_node_args=dict(self._head))
 
-    def add(self, role: str, **node: Any) -> Any:
-        """Add a node with a role; gives Ray's node."""
+    def add(self, role: str, labels: Mapping[str, str] = MappingProxyType({}), **node: Any) -> Any:
+        """Add a node with a role, and further labels; gives Ray's node."""
         port = free_port()
         os.environ[PROXY_PORT] = str(port)  # its processes have it from here
         try:
-            added = self.ray.add_node(labels={ROLE: role}, **node)
+            added = self.ray.add_node(labels={ROLE: role, **labels}, **node)
         finally:
             del os.environ[PROXY_PORT]
         self._ports[added.node_id] = port

@@ -1,4 +1,4 @@
-"""Checkov's checks for Kubernetes on every overlay: passed, or an exception with its reason."""
+"""Checkov's checks for Kubernetes on every example of a rendered file: passed, or an exception with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.k8s.overlays import NAMES, built, pods
+from tests.k8s.examples import NAMES, built, pods
 
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE_OURS = ROOT / ".venv" / "checkov" / "bin" / "checkov"
@@ -25,7 +25,6 @@ EXCEPTIONS = {
     "CKV_K8S_38": ("headgroup", "the autoscaler beside Ray's head talks to the API server"),
 }
 """By check: the end of the names of the objects that need not pass it, and why."""
-FOR_TRYING = {"CKV2_K8S_6": ("", "prod alone has network policies")}
 
 
 def checkov(file: Path) -> list[tuple[str, str]]:
@@ -39,13 +38,12 @@ def checkov(file: Path) -> list[tuple[str, str]]:
     return sorted((check["check_id"], check["resource"]) for check in report["results"]["failed_checks"])
 
 
-@pytest.mark.parametrize("overlay", NAMES)
-def test_what_fails_is_an_exception(overlay: str, tmp_path: Path) -> None:
-    objects = [*built(overlay), *(pod for _, pod in pods(overlay))]
+@pytest.mark.parametrize("example", NAMES)
+def test_what_fails_is_an_exception(example: str, tmp_path: Path) -> None:
+    objects = [*built(example), *(pod for _, pod in pods(example))]
     (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(objects))
     failed = checkov(tmp_path / "all.yaml")
-    exceptions = EXCEPTIONS if overlay.startswith("prod") else EXCEPTIONS | FOR_TRYING
-    assert [one for one in failed if one[0] not in exceptions or not one[1].endswith(exceptions[one[0]][0])] == []
+    assert [one for one in failed if one[0] not in EXCEPTIONS or not one[1].endswith(EXCEPTIONS[one[0]][0])] == []
     assert {"CKV_K8S_43"} <= {check for check, _ in failed}, "nothing was checked"
 
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from tests.integration.running import eventually, free_port
-from tests.k8s.overlays import built, of_kind
+from tests.k8s.examples import built, of_kind
 
 PASSWORD = "a$b`c d\"e\\f'"
 

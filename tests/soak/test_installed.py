@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch.serve_config import KUSTOMIZATION
 from tests.integration.running import RunningService
-from tests.k8s.overlays import kubectl
+from tests.k8s.examples import EXAMPLES, NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "specdec", "cluster", "deployments", "k8s")
+PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "specdec", "cluster", "deployments")
 TIMEOUT_S = 240
 NO_CLONE = {"PYTHONPATH": ""}
 
@@ -84,24 +83,10 @@ def test_it_is_the_wheel_that_runs(installed: Installed) -> None:
     assert installed.run("specdec", "--version").startswith("specdec 0.")
 
 
-@pytest.mark.parametrize("overlay", ["dev", "prod-vllm"])
-def test_rendered_files_stand_alone(installed: Installed, tmp_path: Path, overlay: str) -> None:
-    service = ROOT / "k8s" / "overlays" / overlay / "service.yaml"
-    installed.run("specdec", "render", str(service), "--overlay", overlay, "--out", str(tmp_path / "mine"))
-    moved = tmp_path / "elsewhere" / "repository"
-    shutil.copytree(tmp_path / "mine", moved)
-    shutil.rmtree(tmp_path / "mine")
-    built = subprocess.run([kubectl(), "kustomize", str(moved)], capture_output=True, text=True, timeout=60)
-    assert built.returncode == 0, built.stderr
-    assert "kind: RayService" in built.stdout
-    for file in moved.rglob("*.yaml"):
-        assert str(ROOT) not in file.read_text()
-        assert str(installed.folder) not in file.read_text()
-    # The copy is an overlay like any other.
-    again = tmp_path / "again"
-    copy = next(moved.glob(f"manifests/**/{overlay}/{KUSTOMIZATION}")).parent
-    installed.run("specdec", "render", str(service), "--overlay", str(copy), "--out", str(again))
-    assert (again / "serve.yaml").read_text() == (moved / "serve.yaml").read_text()
+@pytest.mark.parametrize("example", NAMES)
+def test_it_renders_what_the_clone_does(installed: Installed, example: str) -> None:
+    printed = installed.run("specdec", "render", str(EXAMPLES / example / "config.yaml"))
+    assert printed == (EXAMPLES / example / "rayservice.yaml").read_text()
 
 
 def test_it_generates_and_examines(installed: Installed) -> None:

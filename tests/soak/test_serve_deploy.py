@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import yaml
 
-from cluster.cli.render import render
+from cluster.cli.render import serve_yaml
 from cluster.config.environment import prepare_for_ray
 from cluster.config.limits import ResponsesStore
 from cluster.launch.local import check_port
@@ -26,8 +26,7 @@ from tests.integration.kills import Comparison, Streams
 from tests.integration.running import eventually, serve_deploy
 from tests.specdec.adapters import write_adapter
 
-ROOT = Path(__file__).resolve().parents[2]
-SERVICE = ROOT / "k8s" / "overlays" / "dev" / "service.yaml"
+SERVICE = {"demo": "plain"}
 DEPLOY_TIMEOUT_S = 180
 STATUS_DEPLOYMENTS = {"Health", "Metrics"}
 """What answers ``/health`` and ``/metrics``; an update of the models leaves it alone."""
@@ -64,9 +63,17 @@ def adapter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rendered(adapter):
+def service(tmp_path_factory):
+    """The configuration's file."""
+    file = tmp_path_factory.mktemp("service") / "service.yaml"
+    file.write_text(yaml.safe_dump(SERVICE))
+    return file
+
+
+@pytest.fixture(scope="module")
+def rendered(adapter, service):
     """Serve's configuration; it listens on this machine alone, and not on the port that a pod would have to itself."""
-    text = render(SERVICE)["serve.yaml"]
+    text = serve_yaml(service)
     assert "host: 0.0.0.0\n  port: 8000" in text
     port = check_port("127.0.0.1", 0)
     config = yaml.safe_load(text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}"))
@@ -197,17 +204,16 @@ def status_of(url, body):
     return 200
 
 
-def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, node, deployed, tmp_path):
+def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, service, node, deployed, tmp_path):
     """As ``render`` writes them."""
     before = replicas()
     body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
     assert status_of(deployed, body) == 200
-    service = yaml.safe_load(SERVICE.read_text())
     changes = {"limits": {"max_sequences": 2}, "replicas": {"router": 2}}
     file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump(service | changes))
+    file.write_text(yaml.safe_dump(SERVICE | changes))
     limited = yaml.safe_load(rendered)
-    change, unchanged = (yaml.safe_load(render(path)["serve.yaml"])["applications"][0] for path in (file, SERVICE))
+    change, unchanged = (yaml.safe_load(serve_yaml(path))["applications"][0] for path in (file, service))
     assert change["args"] == unchanged["args"]
     limited["applications"][0]["deployments"] = change["deployments"]
     for changed, status, num_more in ((yaml.safe_dump(limited), 400, 1), (rendered, 200, 0)):

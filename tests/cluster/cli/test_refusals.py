@@ -54,18 +54,35 @@ COMMANDS: list[tuple[str, str]] = [
     ("train-draft f --draft d", "the following arguments are required: --out"),
     *((f"serve {flag} x", f"unknown argument {flag}; {advice(flag)}") for flag in INSTEAD),
 ]
+
+
+def selecting(role: str, **labels: str) -> dict[str, Any]:
+    return {"actors": {"router": {"label_selector": {"role": role, **labels}}}}
+
+
 ON_A_CLUSTER: list[tuple[dict[str, Any], str, str]] = [
     ({"target": {"model": "t", "token": "hf_0123"}}, "", "target.token: a cluster would show it"),
     ({"target": "t", "draft": {"model": "d", "token": "hf_0123"}}, "", "draft.token: a cluster would show it"),
     (DEMO | {"host": "127.0.0.1"}, "", "host: 127.0.0.1: nobody else reaches it"),
     (DEMO | {"host": "10.0.0.7"}, "", "host: 10.0.0.7: every node would listen on it"),
-    (DEMO | {"port": 0}, "", "port: 0 takes any port"),
-    (DEMO | {"port": 9000}, "--overlay dev", "port: the pods' port is 8000"),
-    (DEMO | {"tls": {"ssl_certfile": "c", "ssl_keyfile": "k"}}, "--overlay dev", "tls: KubeRay and the probes speak"),
-    (DEMO | {"tls": {"ssl_certfile": "c"}}, "", "tls: ssl_certfile and ssl_keyfile need each other"),
+    (DEMO | {"port": 0}, "--serve", "port: 0 takes any port"),
+    (DEMO | {"port": 9000}, "", "port: the pods' port is 8000"),
+    (DEMO | {"tls": {"ssl_certfile": "c", "ssl_keyfile": "k"}}, "", "tls: KubeRay and the probes speak"),
+    (DEMO | {"tls": {"ssl_certfile": "c"}}, "--serve", "tls: ssl_certfile and ssl_keyfile need each other"),
     ({"target": "t", "draft": {"application": "p"}}, "", "draft.application: this is one pair"),
     (T | {"separate_draft": True}, "", "the draft model always is an application of its own"),
-    (DEMO, "--overlay nowhere", "overlay: nowhere is no folder"),
+    (DEMO | selecting("Front"), "", "actors.router.label_selector: role: Front: it is the name of pods"),
+    (
+        DEMO | selecting("front", zone="in(a,b)"),
+        "",
+        "actors.router.label_selector: zone: in(a,b): it is the name of pods",
+    ),
+    (
+        DEMO
+        | {"actors": {**selecting("m", zone="a")["actors"], "target": {"label_selector": {"role": "m", "zone": "b"}}}},
+        "",
+        "actors.target.label_selector: zone: replicas with role m share pods",
+    ),
     (DEMO | {"store": {"redis_url": "redis://host:6379/0"}}, "", "the key 'store' was removed: responses and adapters"),
     ({"limits": {}}, "", "target: names no model"),
     (DEMO | {"prot": 1}, "", "unknown key 'prot'; did you mean 'port'?"),

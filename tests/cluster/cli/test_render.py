@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
@@ -9,13 +11,13 @@ from ray.serve.schema import ServeApplicationSchema
 
 from cluster.cli.main import main
 from cluster.config.app import AppArgs, ServiceConfig
-from cluster.config.environment import RAY_SETTINGS
+from cluster.config.environment import DRAIN_VARIABLE, RAY_SETTINGS
 from cluster.config.live import LIVE_KEYS, reconfigured
 from cluster.config.models import DraftConfig
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.launch.applications import draft_args
 from cluster.launch.local import status_args
-from cluster.launch.serve_config import laid_over, overlays, serve_config
+from cluster.launch.serve_config import laid_over, serve_config
 from deployments.operate.status import StatusArgs
 from tests.cluster.cli.test_flags import EXAMPLES, as_yaml
 
@@ -35,7 +37,7 @@ def service(tmp_path):
 
 
 def printed(capsys, *words, code=0):
-    assert main(["render", *words]) == code
+    assert main(["render", "--serve", *words]) == code
     captured = capsys.readouterr()
     return yaml.safe_load(captured.out) if code == 0 else captured.err
 
@@ -174,13 +176,16 @@ def test_status_applications_have_the_same_arguments_on_a_laptop():
     assert StatusArgs(**status_args(AppArgs())) == StatusArgs()
 
 
-def test_traces_need_variables_on_every_node(service, tmp_path, capsys):
+def test_traces_need_variables_on_every_node(service, capsys):
     config = service(demo="plain", tracing={"exporter": "otlp", "endpoint": "http://collector:4318"})
-    assert main(["render", config, "--out", str(tmp_path / "out")]) == 0
-    lines = (tmp_path / "out" / "environment.env").read_text().splitlines()
+    assert main(["render", config, "--environment"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert {f"{name}={value}" for name, value in RAY_SETTINGS.items()} < set(lines)
     assert "OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318" in lines
-    assert "tracing" not in (tmp_path / "out" / "serve.yaml").read_text()
+    assert "tracing" not in str(printed(capsys, config))
+    spec, _ = rendered(capsys, config)
+    (head,) = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"} in head["env"]
 
 
 def test_this_machines_variables_have_no_say(service, capsys, monkeypatch):
@@ -191,14 +196,94 @@ def test_this_machines_variables_have_no_say(service, capsys, monkeypatch):
     assert printed(capsys, config) == before
 
 
-def test_an_overlay_says_where_and_the_file_what(service, capsys):
-    config = service(target="t", draft="d", replicas={"target": 3})
-    application = printed(capsys, config, "--overlay", "prod")["applications"][0]
-    args = AppArgs.model_validate(application["args"])
-    _ingress, router, target = application["deployments"]
-    assert (args.target.model, target["num_replicas"], router["autoscaling_config"]["max_replicas"]) == ("t", 3, 4)
-    assert args.actors.target.label_selector == {"role": "target"}
-    assert printed(capsys, config)["applications"][0]["args"].keys() == {"target", "draft", "actors"}
+def rendered(capsys, config):
+    """The RayService of a configuration, and how many objects of each kind are beside it."""
+    assert main(["render", config]) == 0
+    service, *others = yaml.safe_load_all(capsys.readouterr().out)
+    return service["spec"], Counter(one["kind"] for one in others)
+
+
+def workers(spec):
+    return {group["groupName"]: group for group in spec["rayClusterConfig"]["workerGroupSpecs"]}
+
+
+def limits(group):
+    return group["template"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+def test_pods_of_a_plain_file(service, capsys):
+    spec, others = rendered(capsys, service(target="t", draft="d"))
+    assert others == {"NetworkPolicy": 1, "Service": 1}
+    assert {name: limits(group) for name, group in workers(spec).items()} == {
+        "front": {"cpu": "4", "memory": "8Gi"},
+        "target": {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": 1},
+        "draft": {"cpu": "2", "memory": "32Gi", "nvidia.com/gpu": 1},
+    }
+    actors = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]["actors"]
+    assert actors["target"] == {"num_gpus": 1.0, "num_cpus": 4.0, "label_selector": {"role": "target"}}
+    assert actors["router"] == actors["ingress"] == {"num_cpus": 0.0, "label_selector": {"role": "front"}}
+    assert not {"gcsFaultToleranceOptions", "enableInTreeAutoscaling"} & spec["rayClusterConfig"].keys()
+
+
+def test_a_draftless_service_has_no_pods_of_drafts(service, capsys):
+    assert list(workers(rendered(capsys, service(target="t"))[0])) == ["front", "target"]
+
+
+FLEET = {"NetworkPolicy": 2, "Service": 2, "PersistentVolumeClaim": 1, "StatefulSet": 1, "PodDisruptionBudget": 1}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "is_fleet", "grows", "most"),
+    [
+        ({}, False, False, {"front": 1, "target": 1}),
+        ({"target": 2}, True, False, {"front": 1, "target": 2}),
+        ({"target": {"min": 1, "max": 3}}, False, True, {"front": 1, "target": 3}),
+        ({"ingress": {"min": 2, "max": 3}, "router": 1}, True, True, {"front": 4, "target": 1}),
+    ],
+)
+def test_replicas_say_what_a_service_has(service, capsys, replicas, is_fleet, grows, most):
+    spec, others = rendered(capsys, service(target="t", replicas=replicas))
+    assert others == (FLEET if is_fleet else {"NetworkPolicy": 1, "Service": 1})
+    assert ("gcsFaultToleranceOptions" in spec["rayClusterConfig"]) == is_fleet
+    assert spec["rayClusterConfig"].get("enableInTreeAutoscaling", False) == grows
+    assert {name: group["maxReplicas"] for name, group in workers(spec).items()} == most
+
+
+def test_labels_beside_the_role_are_those_of_kubernetes_nodes(service, capsys):
+    labels = {"nvidia.com/gpu.product": "A100"}
+    actors = {"target": {"label_selector": labels, "accelerator_type": "A100", "resources": {"fast": 2}}}
+    target = workers(rendered(capsys, service(target="t", actors=actors))[0])["target"]
+    assert target["labels"] == {"role": "target", **labels}
+    assert target["template"]["spec"]["nodeSelector"] == labels
+    assert target["resources"] == {"fast": "2", "accelerator_type:A100": "1"}
+
+
+def test_pods_that_replicas_share_have_room_for_one_of_each(service, capsys):
+    shared = {
+        name: {"num_gpus": 0.5, "num_cpus": 3, "label_selector": {"role": "both"}} for name in ("target", "draft")
+    }
+    both = workers(rendered(capsys, service(target="t", draft="d", actors=shared))[0])["both"]
+    assert (limits(both)["cpu"], limits(both)["nvidia.com/gpu"]) == ("6", 1)
+
+
+def test_keys_are_a_secret_where_clients_are_answered(service, capsys):
+    keys = {"api_keys_file": "/etc/mine/keys"}
+    spec, _ = rendered(capsys, service(target="t", access=keys))
+    mounted = {
+        name: [mount["mountPath"] for mount in group["template"]["spec"]["containers"][0]["volumeMounts"]]
+        for name, group in workers(spec).items()
+    }
+    assert ("/etc/mine" in mounted["front"], "/etc/mine" in mounted["target"]) == (True, False)
+
+
+def test_pods_have_the_time_that_their_streams_have(service, capsys):
+    for drain_timeout_s, expected in ((0, ("60", 70)), (1800.5, ("1861", 1871))):
+        spec, _ = rendered(capsys, service(demo="plain", drain_timeout_s=drain_timeout_s))
+        assert spec["rayClusterDeletionDelaySeconds"] == expected[1]
+        for group in (spec["rayClusterConfig"]["headGroupSpec"], *workers(spec).values()):
+            pod = group["template"]["spec"]
+            variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+            assert (variables[DRAIN_VARIABLE], pod["terminationGracePeriodSeconds"]) == expected
 
 
 PLACED = {name: {"num_gpus": 1, "num_cpus": 4} for name in ("target", "draft")}
@@ -240,16 +325,6 @@ def test_a_range_grows_without_a_restart():
         for most in (4, 8)
     ]
     assert version_of(grown[0]) == version_of(grown[1])
-
-
-def test_a_kustomization_of_ones_own_stays_as_it_is(service, tmp_path, capsys):
-    config, out = service(demo="plain"), tmp_path / "mine"
-    assert main(["render", config, "--overlay", str(overlays() / "dev"), "--out", str(out)]) == 0
-    names = {"serve.yaml", "environment.env", "grace.yaml", "kustomization.yaml", "manifests"}
-    assert {path.name for path in out.iterdir()} == names
-    (out / "kustomization.yaml").write_text("mine")
-    assert main(["render", config, "--overlay", "dev", "--out", str(out)]) == 0
-    assert (out / "kustomization.yaml").read_text() == "mine"
 
 
 def test_one_mapping_over_another():
