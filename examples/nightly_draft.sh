@@ -19,12 +19,14 @@ require() { # better|not-worse FILE [FLAG ...]
     return "$status"
 }
 
-specdec train-draft "$new" --config "$config" --draft "$draft" --out "$candidate" ${TRAINING:-}
+if [ ! -e "$candidate/config.json" ] || [ -e "$candidate/training.pt" ]; then # else an earlier run has trained it
+    specdec train-draft "$new" --config "$config" --draft "$draft" --out "$candidate" ${TRAINING:-}
+fi
 require better "$new"
 require not-worse "$older" --same-target "$new"
 
 sed "/^draft:/,/^[^ ]/s|$draft|$candidate|" "$config" >"$config.next"
-specdec render "$config.next" >"$folder/serve.yaml"
+specdec render "$config.next" --serve >"$folder/serve.yaml"
 ${DEPLOY:-serve deploy} "$folder/serve.yaml"
 mv "$config.next" "$config"
 echo "$candidate is deployed"

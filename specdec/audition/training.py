@@ -114,7 +114,7 @@ def train_draft(
     """
     check_out(out)
     learned, held_out = split(samples)
-    load_tokenizer(draft)
+    load_tokenizer(draft)  # puts the files that are copied in the end into the cache of the hub
     if quantized := own_quantization(load_config(draft)):
         raise ModelLoadError(f"{draft.path} is quantized ({quantized}): train the model that it was made from")
     model = load_weights(replace(draft, dtype="float32", quantization="none"), progress).eval()

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "k8s" / "examples"
-NAMES = sorted(folder.name for folder in EXAMPLES.iterdir())
+NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir())
 
 Object = dict[str, Any]
 

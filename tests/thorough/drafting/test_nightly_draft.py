@@ -28,7 +28,7 @@ class Night:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.drafts = folder, folder / "drafts"
-        self.drafts.mkdir()
+        self.drafts.mkdir(exist_ok=True)
         shutil.copytree(DRAFT, folder / "draft")
         self.service = folder / "service.yaml"
         self.service.write_text(
@@ -36,7 +36,7 @@ class Night:
             "max_model_len: 64\n"
         )
         command = folder / "bin" / "specdec"
-        command.parent.mkdir()
+        command.parent.mkdir(exist_ok=True)
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m cluster.cli "$@"\n')
         command.chmod(0o755)
 
@@ -44,7 +44,7 @@ class Night:
         """Run the script; returns what it printed."""
         files = []
         for name, samples in (("new", new), ("older", older)):
-            (self.folder / name).mkdir()
+            (self.folder / name).mkdir(exist_ok=True)
             write_recording(self.folder / name / "r.jsonl", samples)
             files.append(str(self.folder / name))
         done = subprocess.run(
@@ -103,3 +103,4 @@ def test_a_draft_that_is_worse_on_older_recordings_is_not(night: Night) -> None:
     assert printed.endswith(f"{night.folder / 'draft'} stays\n")
     assert night.deployed is None
     assert night.service.read_text() == before
+    assert night.run(cycles(150), older).endswith("stays\n"), "a second run that day does not train again"
