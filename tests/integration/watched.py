@@ -1,4 +1,4 @@
-"""A real Prometheus beside a running service, with the configurations and rules of ``k8s/monitoring``."""
+"""A real Prometheus beside a running service, with the configurations and rules of ``specdec render --monitoring``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import yaml
 
-from k8s.monitoring.__main__ import FOLDER
+from deployments.monitoring import files
 from tests.integration.running import RunningService, eventually, free_port
 
 FACTOR = 10
@@ -66,14 +66,14 @@ def watched(service: RunningService, name: str, folder: Path) -> Iterator[Promet
         name: ``RAY`` or ``PAGE``.
         folder: For its configuration and its data.
     """
-    config = yaml.safe_load((FOLDER / name).read_text())
+    config = yaml.safe_load(files()[name])
     config["global"] = {"scrape_interval": PERIOD, "evaluation_interval": PERIOD}
     (job,) = config["scrape_configs"]
     job.pop("file_sd_configs", None)
     job["static_configs"] = [{"targets": [_address(service, name)]}]
     folder.mkdir()
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    (folder / "rules.yml").write_text(shorter((FOLDER / "rules.yml").read_text()))
+    (folder / "rules.yml").write_text(shorter(files()["rules.yml"]))
     address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("w") as log:

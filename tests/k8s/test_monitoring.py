@@ -13,19 +13,25 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from cluster.cli.main import main
 from deployments.metrics.families import FAMILIES, Family
+from deployments.monitoring import BOARDS, files
+from deployments.monitoring.charts import CHOSEN, CHOSEN_MODEL
+from deployments.monitoring.resources import NODES
+from deployments.monitoring.rules import PAGE, SLOS
 from deployments.operate.status import UPDATE_LATE
-from k8s.monitoring.__main__ import BOARDS, FOLDER, files
-from k8s.monitoring.charts import CHOSEN, CHOSEN_MODEL
-from k8s.monitoring.resources import NODES
-from k8s.monitoring.rules import PAGE, SLOS
 from tests.k8s.alert_cases import CASES
+from tests.k8s.examples import pods, selects
+from tests.k8s.test_examples import what_is_wrong
 
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("_bucket", "_sum", "_count")
-RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())
+FILES = files()
+RULES = yaml.safe_load(FILES["rules.yml"])
 RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
-DASHBOARDS = {board.name: json.loads((FOLDER / "dashboards" / f"{board.name}.json").read_text()) for board in BOARDS}
+DASHBOARDS = {board.name: json.loads(FILES[f"dashboards/{board.name}.json"]) for board in BOARDS}
+OBJECTS = {one["kind"]: one for one in yaml.safe_load_all(FILES["kubernetes.yaml"])}
 
 
 def series_of(family: Family) -> list[str]:
@@ -51,17 +57,45 @@ def names(expression: str) -> list[str]:
     return re.findall(r"\b(?:specdec[_:]|ray_|kuberay_)(?!io_)[\w:]+", re.sub(r'"[^"]*"', "", expression))
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
-def test_generated_files_are_current(path: Path) -> None:
-    assert path.read_text() == files()[path], "run: python -m k8s.monitoring"
+def test_render_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "--monitoring", str(tmp_path / "mine")]) == 0
+    written = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    assert written == set(FILES)
+    assert len(capsys.readouterr().out.splitlines()) == len(FILES) == 7
+    assert all((tmp_path / "mine" / name).read_text() == text for name, text in FILES.items())
+
+
+def test_objects_for_kubernetes_are_valid_and_the_same_as_the_files() -> None:
+    assert {kind: what_is_wrong(one) for kind, one in OBJECTS.items()} == {
+        "PodMonitor": [],
+        "PrometheusRule": [],
+        "ConfigMap": [],
+    }
+    assert OBJECTS["PrometheusRule"]["spec"] == RULES
+    assert {f"dashboards/{name}": text for name, text in OBJECTS["ConfigMap"]["data"].items()} == {
+        name: text for name, text in FILES.items() if name.startswith("dashboards/")
+    }
+    assert all(one["metadata"]["labels"]["release"] == "prometheus" for one in OBJECTS.values())
+    monitored = OBJECTS["PodMonitor"]["spec"]["selector"]
+    assert all(selects(monitored, pod) for _, pod in pods("prod"))
+
+
+def with_those_of(read: Any, given: Any) -> Any:
+    """What was read, without the keys that were not given."""
+    if isinstance(given, dict):
+        return {key: with_those_of(read[key], value) for key, value in given.items() if key in read}
+    if isinstance(given, list):
+        return [with_those_of(one, value) for one, value in zip(read, given, strict=True)]
+    return read
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_a_dashboard_is_what_its_schema_knows(name: str) -> None:
-    """Whatever the schema lacks is lost as it is read."""
+    """Whatever the schema lacks is lost as it is read; what is left out has its default."""
     register_default_plugins()
     dashboard = DASHBOARDS[name]
-    assert json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard))) == dashboard
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+    assert with_those_of(read, dashboard) == dashboard
     assert dashboard["uid"] == f"specdec-{name}"
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert ids == list(range(1, len(ids) + 1))
@@ -150,7 +184,7 @@ def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
 
 
 def test_every_alert_leads_to_a_section_that_names_it() -> None:
-    text = (FOLDER.parents[1] / PAGE).read_text()
+    text = (ROOT / PAGE).read_text()
     sections = {
         re.sub(r"[^a-z0-9 ]", "", part.split("\n")[0].lower()).replace(" ", "-"): part for part in text.split("\n## ")
     }
@@ -175,12 +209,12 @@ def relabelled(name: str, rules: list[dict[str, Any]]) -> str | None:
 
 
 def plain_rules() -> list[dict[str, Any]]:
-    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    (job,) = yaml.safe_load(FILES["prometheus.yml"])["scrape_configs"]
     return job["metric_relabel_configs"]
 
 
 def test_both_ways_of_scraping_ray_relabel_alike() -> None:
-    (endpoint,) = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+    (endpoint,) = OBJECTS["PodMonitor"]["spec"]["podMetricsEndpoints"]
     snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
     monitors = [{snake.get(key, key): value for key, value in rule.items()} for rule in endpoint["metricRelabelings"]]
     assert monitors == plain_rules()

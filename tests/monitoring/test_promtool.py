@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.monitoring.__main__ import FOLDER
 from tests.k8s.alert_cases import CASES, WHOSE, Case
-from tests.k8s.test_monitoring import ALERTS, DASHBOARDS, queries
+from tests.k8s.test_monitoring import ALERTS, DASHBOARDS, FILES, queries
 
 
 def promtool(*arguments: object) -> None:
@@ -22,8 +21,10 @@ def promtool(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-laptop.yml"])
-def test_configurations(name: str) -> None:
-    promtool("check", "config", FOLDER / name)
+def test_configurations(name: str, tmp_path: Path) -> None:
+    for file in (name, "rules.yml"):
+        (tmp_path / file).write_text(FILES[file])
+    promtool("check", "config", tmp_path / name)
 
 
 def test_every_query_is_understood(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_every_query_is_understood(tmp_path: Path) -> None:
 
 def test_every_alert_fires_and_clears(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yml"
-    rules.write_text((FOLDER / "rules.yml").read_text())
+    rules.write_text(FILES["rules.yml"])
     tests = tmp_path / "tests.yml"
     tests.write_text(
         yaml.safe_dump(

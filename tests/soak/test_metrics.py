@@ -141,7 +141,7 @@ def of_service(service: RunningService) -> Sums:
 
 
 def of_ray(exporter: str) -> Sums:
-    """Ray's exporter, with the names that the relabelling rule of ``k8s/monitoring`` makes."""
+    """Ray's exporter, with the names that the relabelling rule of ``deployments/monitoring`` makes."""
     page = httpx2.get(exporter, timeout=60, trust_env=False).text
     lines = [line for line in page.splitlines() if line.startswith("ray_specdec_")]
     rule = re.compile(r"^(?:ray_(specdec_\w*_(?:bucket|sum|count))_total|ray_(specdec_\w*))")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deployments.metrics import families as f
-from k8s.monitoring.charts import CHOSEN_MODEL, TOKENS_PER_S, Board, Chart, named, quantiles, rare, rate, total
-from k8s.monitoring.rules import SLO_SHARE, SLOS, WINDOWS, slow_ratio
+from deployments.monitoring.charts import CHOSEN_MODEL, TOKENS_PER_S, Board, Chart, named, quantiles, rare, rate, total
+from deployments.monitoring.rules import SLO_SHARE, SLOS, WINDOWS, slow_ratio
 
 
 def _burn(name: str, most_s: float) -> Chart:

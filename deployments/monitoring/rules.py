@@ -334,11 +334,11 @@ def rules_file() -> dict[str, Any]:
     }
 
 
-def manifest() -> dict[str, Any]:
-    """The same for the operator of kube-prometheus."""
+def manifest(labels: dict[str, str]) -> dict[str, Any]:
+    """The same for the operator of kube-prometheus, which selects it by labels."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
-        "metadata": {"name": "specdec"},
+        "metadata": {"name": "specdec", "labels": labels},
         "spec": rules_file(),
     }

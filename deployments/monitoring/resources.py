@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deployments.metrics import families as f
-from k8s.monitoring.charts import WHOSE, WORKER, Board, Chart, chosen, mean, named, rare, rate, ratio, total
+from deployments.monitoring.charts import WHOSE, WORKER, Board, Chart, chosen, mean, named, rare, rate, ratio, total
 
 NODES = "ray_node_mem_used", "ray_node_mem_total", "ray_node_gram_used", "ray_node_gpus_utilization"
 """Series of Ray's own that the dashboard shows; they come from its exporters alone."""

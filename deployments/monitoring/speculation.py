@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deployments.metrics import families as f
-from k8s.monitoring.charts import (
+from deployments.monitoring.charts import (
     DRAFTERS,
     TARGETS,
     TOKENS_PER_S,

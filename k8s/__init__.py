@@ -1,1 +1,0 @@
-"""Manifests, and the generator of dashboards and rules."""
