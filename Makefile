@@ -164,7 +164,7 @@ tables: $(SERVE)
 
 # The rendered files of k8s/examples.
 examples: $(SERVE)
-	@for folder in k8s/examples/*; do $(BIN)/specdec render $$folder/config.yaml > $$folder/rayservice.yaml || exit 1; done
+	@for config in k8s/examples/*/config.yaml; do $(BIN)/specdec render $$config > $${config%config.yaml}rayservice.yaml || exit 1; done
 
 # A list for each variant of the image, and one of what builds the package there, with the package index' hashes for every
 # platform. torch's builds for CPUs are on an index of their own: the lists for CPUs have neither torch nor what it needs on GPUs.

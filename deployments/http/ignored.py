@@ -19,8 +19,8 @@ _logger = logging.getLogger("ray.serve")
 HEADER = "x-specdec-ignored-fields"
 _MOST_NAMED = 32
 _MOST_CHARACTERS = 64
-_MOST_KNOWN = 256
-"""Different names that are logged and counted as themselves: clients could send any number of them."""
+_MOST_LOGGED = 256
+"""Different unknown names that are logged: clients could send any number of them. They are counted as ``other``."""
 
 
 class IgnoredFields:
@@ -46,23 +46,23 @@ class IgnoredFields:
         Raises:
             ApiError: One is unknown, and such are refused.
         """
-        names: dict[str, None] = {}
+        names: dict[str, bool] = {}
         for field, is_known in chain(((name, True) for name in others), ignored_fields(body)):
             name = quote(field[:_MOST_CHARACTERS], safe="[]")
             if not is_known and self._unknown == "refuse":
                 raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_parameter")
-            names[name] = None
+            names[name] = is_known
             if len(names) == _MOST_NAMED:
                 break
-        for name in names:
-            self._count(name)
+        for name, is_known in names.items():
+            self._count(name, is_known)
         return tuple(names)
 
-    def _count(self, name: str) -> None:
-        if name not in self._seen and len(self._seen) < _MOST_KNOWN:
+    def _count(self, name: str, is_known: bool) -> None:
+        if name not in self._seen and (is_known or len(self._seen) < _MOST_LOGGED):
             self._seen.add(name)
             _logger.info("requests have the field %s, which has no effect here", name)
-        self._observer.ignored_field(name if name in self._seen else "other")
+        self._observer.ignored_field(name if is_known else "other")
 
 
 def with_ignored(response: Response, names: tuple[str, ...]) -> Response:

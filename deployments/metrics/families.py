@@ -97,7 +97,12 @@ HTTP_REQUESTS = Family(
     "http_requests", "counter", "Requests that were answered, by path and status.", ("path", "status")
 )
 HTTP_ERRORS = Family("http_errors", "counter", "Answers that are errors, by their code.", ("code",))
-IGNORED_FIELDS = Family("ignored_fields", "counter", "Requests with a field that has no effect.", ("field",))
+IGNORED_FIELDS = Family(
+    "ignored_fields",
+    "counter",
+    "Requests with a field that has no effect; other: not one of OpenAI's or vLLM's.",
+    ("field",),
+)
 PREFIX_QUERIES = Family("prefix_cache_queries", "counter", "Prompt tokens that were looked for in the cache.")
 PREFIX_HITS = Family("prefix_cache_hits", "counter", "Prompt tokens that were found in the cache.")
 DRAFTS = Family("spec_decode_num_drafts", "counter", "Drafts that were verified.")
