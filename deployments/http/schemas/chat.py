@@ -22,6 +22,7 @@ from deployments.http.schemas.fields import (
     JsonObject,
     Prompts,
     kind_of,
+    refusal_as_text,
 )
 from specdec.core.errors import InvalidParameterError
 
@@ -156,10 +157,15 @@ def _only_text(kind: Any) -> Any:
 
 
 class TextPart(Body):
-    """A piece of a message's content."""
+    """A piece of a message's content; a refusal is one, too."""
 
     type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"const": "text"})]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal(cls, data: Any) -> Any:
+        return refusal_as_text(data, "text")
 
 
 TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]

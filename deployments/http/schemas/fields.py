@@ -166,6 +166,13 @@ REPLACED_IN_RESPONSES: dict[str, str] = {
 IGNORED_IN_RESPONSES = (IGNORED - {"metadata", "store"}) | {"max_tool_calls", "prediction"}
 
 
+def refusal_as_text(part: Any, kind: str) -> Any:
+    """Return a part of a message, a refusal as a text: a template knows it as what the assistant said."""
+    if isinstance(part, dict) and part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
+        return {"type": kind, "text": part["refusal"]}
+    return part
+
+
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Whether a value is null or one of those that change nothing; 1 and 1.0 are the same, 1 and true are not."""
     return value is None or any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)

@@ -30,6 +30,7 @@ from deployments.http.schemas.fields import (
     Body,
     JsonObject,
     kind_of,
+    refusal_as_text,
 )
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 
@@ -48,12 +49,17 @@ def _only_text(kind: Any) -> Any:
 
 
 class InputTextPart(Body):
-    """A piece of a message."""
+    """A piece of a message; a refusal is one, too."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
 
     type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"enum": list(_TEXTS)})]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal(cls, data: Any) -> Any:
+        return refusal_as_text(data, "output_text")
 
 
 InputTextParts = Annotated[list[InputTextPart], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]

@@ -82,6 +82,7 @@ async def test_a_turn_that_was_refused(bench: Bench, client: AsyncOpenAI) -> Non
         ({"content": None, "refusal": "No."}, "No."),
         ({"content": "", "refusal": "No."}, "No."),
         ({"content": "Sum.", "refusal": "No."}, "Sum.\nNo."),
+        ({"content": [{"type": "text", "text": "Sum."}, {"type": "refusal", "refusal": "No."}]}, "Sum.\nNo."),
         ({"content": [{"type": "text", "text": "Sum."}], "refusal": ""}, "Sum."),
     ):
         turns: list[Any] = [{"role": "user", "content": "Add."}, {"role": "assistant"} | fields]
