@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,9 +11,10 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import BackendOptions, Grammar, LoRAConfig, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
+from specdec.audition.logs import AnswerReader
 from specdec.audition.reading import read_drafts
 from specdec.audition.recording import Sample
 from specdec.audition.rounds import Earned, earned_by_lookup, earned_by_reading
@@ -205,6 +207,32 @@ def test_rounds_of_adapters_are_those_that_the_engine_counts(tmp_path: Path) -> 
         )
     ]
     drafter, _ = build_drafter(draft, OPTIONS, target, has_branches=False)
+    readings = read_drafts(drafter, samples, MOST, seeds=[0] * len(samples))
+    assert_told_is_served(
+        samples, lambda most: [earned_by_reading(one, most, drafts_first=True) for one in readings], engine
+    )
+
+
+def test_another_servers_greedy_log_tells_what_drafting_live_counts(tmp_path: Path) -> None:
+    """Transformers has said the texts, and a log has nothing else of them."""
+    path = demo("target").path
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(path),
+    )
+    lines = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        said = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+        choice = {"text": tokenizer.decode(said), "finish_reason": "length"}
+        request = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
+        lines.append(json.dumps({"request": request, "response": {"choices": [choice]}}))
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    samples = list(AnswerReader(demo("target")).read(tmp_path / "log.jsonl"))
+    engine = SpeculativeEngine.from_pretrained(
+        demo("target"), demo("draft"), num_speculative_tokens=MOST, options=OPTIONS, draft_options=OPTIONS
+    )
+    drafter, _ = build_drafter(demo("draft"), OPTIONS, demo("target"), has_branches=False)
     readings = read_drafts(drafter, samples, MOST, seeds=[0] * len(samples))
     assert_told_is_served(
         samples, lambda most: [earned_by_reading(one, most, drafts_first=True) for one in readings], engine
