@@ -1,8 +1,6 @@
 """``specdec doctor``: what there is, whether the pair fits together, and what memory it takes.
 
-Whether a pair can be served here: loaded, checked and planned as the service would do it; the findings are data.
-
-What this machine is: versions, devices, memory. Plain data.
+Models are loaded, checked and planned as the service would do it. Each check adds lines to one list.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from specdec.core.types import Progress
     from specdec.engine.build import Built
     from specdec.models.loading import ModelSource
+    from specdec.models.memory import MemoryPlan
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "ray", "pydantic")
@@ -94,125 +93,52 @@ def this_machine() -> Hardware:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFindings:
-    """What is known of a model that loads, fits into memory and passes its parity check.
+class Line(NamedTuple):
+    """One thing that was found.
 
     Attributes:
-        name: Hub id or folder.
-        num_parameters: Each shared one once.
-        dtype: Of its parameters.
-        device: Where it was loaded.
-        max_model_len: Longest sequence it is served with, in tokens.
-        memory: The plan: see :class:`specdec.models.memory.MemoryPlan`.
-        memory_line: The plan in a line.
-        num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
-        admission: The check of its cached forward: see :class:`specdec.models.parity_check.AdmissionReport`; None where
-            it was skipped.
-        step_s: Seconds of a step of one token, with nothing beside it.
-        notes: What whoever runs it should know, a sentence each.
-        defaults: What it sets for requests that do not say: see :class:`specdec.core.params.GenerationDefaults`.
-        remark: What of its generation config is not honoured, if there is anything.
-        quantization: By which key, or by which method the checkpoint is; ``none`` for neither.
+        about: What it is of, such as ``target``; ``problem`` for why the pair cannot be served.
+        text: A sentence or a part of one.
     """
 
-    name: str
-    num_parameters: int
-    dtype: str
-    device: str
-    max_model_len: int
-    memory: dict[str, Any]
-    memory_line: str
-    num_full_sequences: int
-    admission: dict[str, Any] | None
-    defaults: dict[str, Any]
-    remark: str | None
-    step_s: float
-    notes: tuple[str, ...] = ()
-    quantization: str = "none"
+    about: str
+    text: str
 
 
-@dataclass(slots=True)
-class Findings:
-    """All that was found.
-
-    Attributes:
-        placement: What each replica would get; None where there is no room, and then nothing else is looked at.
-        target: None where there is a problem with it.
-        draft: The same; also None where there is no draft.
-        pair: What holds for both together: see :class:`specdec.checkpoint.compat.PairReport`.
-        engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
-        is_paired: Whether both models are in one process, where nothing overlaps.
-        problems: Why the pair cannot be served, a line each; empty where it can.
-        remarks: What else could not be found out.
-    """
-
-    machine: Hardware
-    placement: Placement | None
-    target: ModelFindings | None = None
-    draft: ModelFindings | None = None
-    pair: dict[str, Any] | None = None
-    engine: str | None = None
-    is_paired: bool = False
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+PROBLEM = "problem"
 
 
-def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
-    """Load both models and look at everything; what is wrong is among the findings and not raised."""
+def examine(args: AppArgs, progress: Progress | None = None) -> Iterator[Line]:
+    """Load both models and look at everything; what is wrong is a line and not raised."""
     from cluster.models.sources import draft_source, target_source
 
     machine = this_machine()
+    yield from machine_lines(machine)
     devices = Devices(len(machine.gpus), machine.num_cpus)
-    findings = Findings(machine, None)
     try:
         args = with_pair_placed(args, devices)
-        findings.is_paired = args.is_paired
-        findings.placement = placement = placement_of(args, devices, can_grow=False)
+        placement = placement_of(args, devices, can_grow=False)
     except InvalidParameterError as error:
-        findings.problems.append(str(error))
-        return findings
-    source = target_source(args)
+        yield Line(PROBLEM, str(error))
+        return
+    target, draft = target_source(args), draft_source(args)
+    yield from placement_lines(placement, has_draft=draft is not None)
     shares = placement.target.gpu_share, placement.draft.gpu_share
     if args.is_paired and machine.gpus:
-        shares = _pair_shares(source, draft_source(args), machine.gpus[0].total_bytes, shares[0])
+        shares = _pair_shares(target, draft, machine.gpus[0].total_bytes, shares[0])
+    target_s = None
     if args.target.engine == "vllm":
-        _examine_engine(args, findings)
+        is_ready = yield from _engine_lines(args)
     else:
-        target = _examined(source, args, args.target, shares[0], findings, progress)
-        if target is not None:
-            findings.target = _findings(target, source)
-    draft = draft_source(args)
-    if draft is not None:
-        _examine_draft(args, source, draft, shares[1], findings, progress)
-    return findings
-
-
-def _examine_draft(
-    args: AppArgs,
-    target: ModelSource,
-    source: ModelSource,
-    gpu_share: float,
-    findings: Findings,
-    progress: Progress | None,
-) -> None:
-    """Load the draft, on a GPU of its own if there is a second one."""
-    if (
-        len(findings.machine.gpus) > 1
-        and not args.is_paired
-        and source.device_map is None
-        and on_one_gpu(target, source)
-    ):
-        source = replace(source, device="cuda:1")  # as it will have in the service
-    built = _examined(source, args, args.draft, gpu_share, findings, progress)
-    if built is not None:
-        findings.draft = _findings(built, source)
-        if findings.target is not None or findings.engine is not None:
-            findings.pair = _examined_pair(findings, target, source, args)
+        target_s = yield from _model("target", target, args, args.target, shares[0], progress)
+        is_ready = target_s is not None
+    if draft is None:
+        return
+    if len(machine.gpus) > 1 and not args.is_paired and draft.device_map is None and on_one_gpu(target, draft):
+        draft = replace(draft, device="cuda:1")  # as it will have in the service
+    draft_s = yield from _model("draft", draft, args, args.draft, shares[1], progress)
+    if draft_s is not None and is_ready:
+        yield from _pair_lines(args, target, draft, None if target_s is None else draft_s / target_s)
 
 
 def _pair_shares(
@@ -223,69 +149,53 @@ def _pair_shares(
     return (gpu_share, gpu_share) if draft is None else pair_shares(target, draft, total_bytes, gpu_share)
 
 
-def _examined(
-    source: ModelSource,
-    args: AppArgs,
-    config: ModelConfig,
-    gpu_share: float,
-    findings: Findings,
-    progress: Progress | None,
-) -> Built | None:
+def _model(
+    role: str, source: ModelSource, args: AppArgs, config: ModelConfig, gpu_share: float, progress: Progress | None
+) -> Generator[Line, None, float | None]:
+    """Load a model; gives the seconds of a step of one token, with nothing beside it, if it can be served."""
     from cluster.models.sources import backend_options
     from specdec.checkpoint.compat import tokenizer_width
     from specdec.engine.build import build_target
     from specdec.models.loading import load_tokenizer
+    from specdec.models.step_time import median_step_s
 
     try:
         width = tokenizer_width(load_tokenizer(source))
         options = replace(backend_options(args, config, width), device_share=gpu_share)
-        return build_target(source, options, progress)[1]
+        built = build_target(source, options, progress)[1]
     except SpecdecError as error:
-        findings.problems.append(str(error))
+        yield Line(PROBLEM, str(error))
         return None
+    step_s = median_step_s(built.runner)
+    yield from model_lines(role, built, source, step_s)
+    return step_s
 
 
-def _examine_engine(args: AppArgs, findings: Findings) -> None:
-    """Of a target under vLLM what can be said without loading it."""
+def _engine_lines(args: AppArgs) -> Generator[Line, None, bool]:
+    """Of a target under vLLM what can be said without loading it; gives whether it can be served."""
     from cluster.models.vllm import check_engine
 
     try:
-        findings.engine = check_engine(args) or "vLLM is in the image of the target's replicas, which was not asked"
+        text = check_engine(args) or "vLLM is in the image of the target's replicas, which was not asked"
     except SpecdecError as error:
-        findings.problems.append(str(error))
+        yield Line(PROBLEM, str(error))
+        return False
+    yield Line("target", text)
+    return True
 
 
-def _examined_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> dict[str, Any] | None:
+def _pair_lines(args: AppArgs, target: ModelSource, draft: ModelSource, step_share: float | None) -> Iterator[Line]:
     from cluster.models.sources import configured_pair
 
     try:
-        return asdict(replace(configured_pair(args, target, draft), mapping=None))
+        pair = configured_pair(args, target, draft)
     except SpecdecError as error:
-        findings.problems.append(str(error))
-        return None
-
-
-def _findings(built: Built, source: ModelSource) -> ModelFindings:
-    from specdec.models.quantization import own_quantization
-    from specdec.models.step_time import median_step_s
-
-    own = own_quantization(built.loaded.model.config) or "none"
-    return ModelFindings(
-        name=built.loaded.name,
-        num_parameters=built.loaded.num_parameters,
-        dtype=str(built.loaded.dtype).removeprefix("torch."),
-        device=str(built.loaded.device),
-        max_model_len=built.memory.max_model_len,
-        memory=asdict(built.memory) | {"total_bytes": built.memory.total_bytes},
-        memory_line=built.memory.describe(),
-        num_full_sequences=built.memory.num_full_sequences,
-        admission=None if built.admission is None else asdict(built.admission),
-        notes=built.notes,
-        defaults=asdict(built.loaded.generation_defaults),
-        remark=built.loaded.generation_defaults.remark(built.loaded.name),
-        step_s=median_step_s(built.runner),
-        quantization=own if source.quantization == "none" else source.quantization,
-    )
+        yield Line(PROBLEM, str(error))
+        return
+    yield Line("pair", f"fits together: {pair.num_shared_tokens} tokens in common")
+    yield from (Line("pair", note) for note in pair.notes)
+    if step_share is not None:
+        yield Line("pair", steps_line(step_share, args.is_paired))
 
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
@@ -304,45 +214,38 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0 where the pair can be served, 2 where it cannot.
     """
-    config = load_config(arguments.config, config_overrides(arguments))
+    lines = list(_examined(load_config(arguments.config, config_overrides(arguments))))
+    problems = [line.text for line in lines if line.about == PROBLEM]
+    if arguments.json:
+        print(json.dumps({"problems": problems, "findings": [line._asdict() for line in lines]}))
+    else:
+        lines.append(Line("verdict", "cannot be served" if problems else "can be served"))
+        print("\n".join(report(lines)))
+    return EXIT_CANNOT_BE_SERVED if problems else 0
+
+
+def _examined(config: AppArgs) -> Iterator[Line]:
     try:
         # Without a network this takes seconds; loading would try each file five times.
         loads_both = config.draft.application is None and config.target.engine != "vllm"
         config = fetch_models(config, _progress) if loads_both else config
     except InvalidParameterError as error:
-        findings = Findings(this_machine(), None, problems=[str(error)])
+        yield from machine_lines(this_machine())
+        yield Line(PROBLEM, str(error))
     else:
-        findings = examine(config, _progress)
-    if arguments.json:
-        print(json.dumps(findings.as_json()))
-    else:
-        print("\n".join(report(findings)))
-    return EXIT_CANNOT_BE_SERVED if findings.problems else 0
+        yield from examine(config, _progress)
 
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def report(findings: Findings) -> Iterator[str]:
-    """The findings as lines of text."""
-    yield from machine_lines(findings.machine)
-    if findings.placement is not None:
-        yield from placement_lines(findings.placement, has_draft=findings.draft is not None)
-    if findings.target is not None:
-        yield from model_lines("target", findings.target)
-    if findings.engine is not None:
-        yield _line("target", findings.engine)
-    if findings.draft is not None:
-        yield from model_lines("draft", findings.draft, is_draft=True)
-    if findings.pair is not None:
-        yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
-        yield from (_line("", note) for note in findings.pair["notes"])
-        if findings.target is not None and findings.draft is not None:
-            yield _line("", steps_line(findings.draft.step_s / findings.target.step_s, findings.is_paired))
-    yield from (_line("remark", remark) for remark in findings.remarks)
-    yield from (_line("problem", problem) for problem in findings.problems)
-    yield _line("verdict", "cannot be served" if findings.problems else "can be served")
+def report(lines: Iterable[Line]) -> Iterator[str]:
+    """The lines as text; what several are of in a row is said once, but for problems."""
+    before = ""
+    for about, text in lines:
+        yield f"{about if about != before or about == PROBLEM else '':<10} {text}"
+        before = about
 
 
 EXPECTED_RATES = (0.6, 0.7, 0.8)
@@ -368,62 +271,67 @@ def steps_line(share: float, is_paired: bool = False) -> str:
     return f"{takes}; {where}: at most {gains(Bounds())} times plain at one stream, in turn {in_turn}"
 
 
-def machine_lines(machine: Hardware) -> Iterator[str]:
+def machine_lines(machine: Hardware) -> Iterator[Line]:
     """Versions and devices."""
-    yield _line("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
-    yield _line("cores", str(machine.num_cpus))
+    yield Line("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    yield Line("cores", str(machine.num_cpus))
     limit = " (the limit of this process's control group)" if machine.has_limit else ""
-    yield _line("memory", f"{gib(machine.free_bytes)} free of {gib(machine.total_bytes)}{limit}")
+    yield Line("memory", f"{gib(machine.free_bytes)} free of {gib(machine.total_bytes)}{limit}")
     if not machine.gpus:
-        yield _line("GPUs", "none")
+        yield Line("GPUs", "none")
     for index, gpu in enumerate(machine.gpus):
-        yield _line(f"GPU {index}", f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}")
+        yield Line(f"GPU {index}", f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}")
 
 
-def placement_lines(placement: Placement, *, has_draft: bool) -> Iterator[str]:
+def placement_lines(placement: Placement, *, has_draft: bool) -> Iterator[Line]:
     """What each replica of the models would get."""
     shares = {"target": placement.target} | ({"draft": placement.draft} if has_draft else {})
     for role, share in shares.items():
         options = ", ".join(f"{name} {value}" for name, value in share.ray_actor_options.items())
-        yield _line("placement", f"{role}: {options}, torch threads {share.num_torch_threads}")
-    yield from (_line("", remark) for remark in placement.remarks)
+        yield Line("placement", f"{role}: {options}, torch threads {share.num_torch_threads}")
+    yield from (Line("placement", remark) for remark in placement.remarks)
 
 
-def model_lines(role: str, model: ModelFindings, *, is_draft: bool = False) -> Iterator[str]:
+def model_lines(role: str, built: Built, source: ModelSource, step_s: float) -> Iterator[Line]:
     """One model: what it is, its memory, its parity check."""
-    memory, admission = model.memory, model.admission
-    yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
-    yield _line("", f"memory: {model.memory_line}")
-    blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
-    growth = f"{memory['bytes_per_token']:,} bytes a token"
-    if memory["window_bytes"]:
-        growth += f" and at most {mib(memory['window_bytes'])} a sequence for layers with a sliding window"
-    yield _line("", f"cache: {blocks}, {growth}")
-    if memory["num_state_slots"]:
-        yield _line("", state_line(memory))
-        if is_draft:
-            yield _line("", branch_line(memory["num_state_slots"]))
-    one = f"a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}"
-    yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")
-    yield _line("", f"step: {1e3 * model.step_s:.1f} ms for one token")
-    if admission is None:
-        yield _line("", "parity check skipped")
+    from specdec.models.quantization import own_quantization
+
+    loaded, memory = built.loaded, built.memory
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    texts = [f"{loaded.name}: {loaded.num_parameters / 1e6:,.1f} M parameters, {dtype} on {loaded.device}"]
+    texts += [f"memory: {memory.describe()}", cache_line(memory)]
+    if memory.num_state_slots:
+        texts.append(state_line(memory))
+        texts += [branch_line(memory.num_state_slots)] if role == "draft" else []
+    full = f"a sequence of {memory.max_model_len:,} tokens takes {mib(memory.sequence_bytes)}"
+    texts += [f"{full}; {memory.num_full_sequences:,} of them fit", f"step: {1e3 * step_s:.1f} ms for one token"]
+    if (admission := built.admission) is None:
+        texts.append("parity check skipped")
     else:
-        passed = f"parity check passed in {admission['duration_s']:.2f} s"
-        error = f"relative error {admission['relative_error']:.1e} (allowed {admission['tolerance']:g})"
-        yield _line("", f"{passed}: {error} over {admission['num_tokens']} tokens")
-    if model.quantization != "none":
-        yield _line("", f"quantized: {model.quantization}")
-    yield from (_line("", note) for note in model.notes)
-    if model.remark is not None:
-        yield _line("warning", model.remark)
+        passed = f"parity check passed in {admission.duration_s:.2f} s"
+        error = f"relative error {admission.relative_error:.1e} (allowed {admission.tolerance:g})"
+        texts.append(f"{passed}: {error} over {admission.num_tokens} tokens")
+    own = own_quantization(loaded.model.config) or "none"
+    quantization = own if source.quantization == "none" else source.quantization
+    texts += [f"quantized: {quantization}"] if quantization != "none" else []
+    yield from (Line(role, text) for text in (*texts, *built.notes))
+    if remark := loaded.generation_defaults.remark(loaded.name):
+        yield Line("warning", remark)
 
 
-def state_line(memory: dict[str, Any]) -> str:
+def cache_line(memory: MemoryPlan) -> str:
+    """What the cache holds, and how it grows with a sequence."""
+    growth = f"{memory.bytes_per_token:,} bytes a token"
+    if memory.window_bytes:
+        growth += f" and at most {mib(memory.window_bytes)} a sequence for layers with a sliding window"
+    return f"cache: {memory.num_blocks:,} blocks of {memory.block_size} tokens, {growth}"
+
+
+def state_line(memory: MemoryPlan) -> str:
     """What recurrent layers keep per sequence."""
-    kept = f"{mib(memory['state_bytes'])} of state and {mib(memory['checkpoint_bytes'])} of checkpoints a sequence"
-    how = f"rolled back by up to {memory['rollback_tokens']} tokens"
-    return f"recurrent: {kept}, {how}, {memory['num_state_slots']:,} slots"
+    kept = f"{mib(memory.state_bytes)} of state and {mib(memory.checkpoint_bytes)} of checkpoints a sequence"
+    how = f"rolled back by up to {memory.rollback_tokens} tokens"
+    return f"recurrent: {kept}, {how}, {memory.num_state_slots:,} slots"
 
 
 def branch_line(num_slots: int) -> str:
@@ -441,7 +349,3 @@ def branch_line(num_slots: int) -> str:
 def gib(num_bytes: int) -> str:
     """Bytes in GiB."""
     return f"{num_bytes / (1 << 30):.1f} GiB"
-
-
-def _line(label: str, text: str) -> str:
-    return f"{label:<10} {text}"

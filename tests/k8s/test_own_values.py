@@ -61,7 +61,7 @@ def ran(clone: Path, *lines: str) -> str:
 
 def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
     typed = commands(PAGE)
-    assert len(typed) == 2
+    assert len(typed) == 3
     printed = ran(tmp_path / "clone", *typed, "cat rayservice.yaml")
     assert printed.count("image: registry.example.org/specdec:") == 4
 

@@ -10,7 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cluster.cli.doctor
 from cluster.cli import main
-from cluster.cli.doctor import Findings, Gpu, Hardware, report, steps_line
+from cluster.cli.doctor import PROBLEM, Gpu, Hardware, Line, steps_line
 from cluster.config.app import AppArgs
 from cluster.models.demos import demo_folder
 from specdec.core.errors import MemoryPlanError
@@ -52,16 +52,16 @@ def test_each_model_has_the_share_of_the_service(
         raise MemoryPlanError("only noted")
 
     monkeypatch.setattr(build, "build_target", noted)
-    findings = examined(monkeypatch, num_gpus, args)
+    lines = examined(monkeypatch, num_gpus, args)
     assert asked == expected
-    assert findings.problems == ["only noted"] * len(expected)
+    assert [line.text for line in lines if line.about == PROBLEM] == ["only noted"] * len(expected)
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, num_gpus: int, args: dict[str, Any]) -> Findings:
+def examined(monkeypatch: pytest.MonkeyPatch, num_gpus: int, args: dict[str, Any]) -> list[Line]:
     machine = Hardware({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
     monkeypatch.setattr(cluster.cli.doctor, "this_machine", lambda: machine)
     roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}
-    return cluster.cli.doctor.examine(AppArgs.model_validate(args | roles))
+    return list(cluster.cli.doctor.examine(AppArgs.model_validate(args | roles)))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_both_models_in_one_process_have_caches_for_as_many_tokens(
         raise MemoryPlanError("only noted")
 
     monkeypatch.setattr(build, "build_target", noted)
-    findings = examined(monkeypatch, 1, args)
-    assert (("target's process" in "\n".join(report(findings))) and asked[0] > 0.5 > asked[1]) == has_pair
+    lines = examined(monkeypatch, 1, args)
+    assert (any("target's process" in line.text for line in lines) and asked[0] > 0.5 > asked[1]) == has_pair
     if has_pair:
         both = [least_memory(ModelSource(str(demo_folder(role))), on_gpu=True) for role in ("target", "draft")]
         lengths = [

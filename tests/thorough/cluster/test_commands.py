@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -102,31 +103,32 @@ def test_a_folder_that_is_not_there_is_one_line(capsys):
 SMALL = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB", "--max-model-len", "256")
 
 
-def test_doctor_finds_the_demo_pair_well(capsys):
-    found = json.loads(printed(capsys, "doctor", "--json", *SMALL).out)
-    assert found["problems"] == []
-    assert found["pair"]["vocab_size"] == 4096
-    assert set(found["machine"]["versions"]) == {
-        "python",
-        "specdec",
-        "torch",
-        "transformers",
-        "accelerate",
-        "ray",
-        "pydantic",
+def found_by_doctor(capsys, *flags, code=0):
+    """The problems, and texts by what they are about, each as one."""
+    found = json.loads(printed(capsys, "doctor", "--json", *flags, code=code).out)
+    about = {line["about"] for line in found["findings"]}
+    return found["problems"], {
+        name: "\n".join(line["text"] for line in found["findings"] if line["about"] == name) for name in about
     }
-    for role, budget_bytes in (("target", 64 << 20), ("draft", 8 << 20)):
-        model = found[role]
-        assert model["dtype"] == "float32"
-        assert model["max_model_len"] == 256
-        assert model["memory"]["cache_bytes"] <= model["memory"]["budget_bytes"] == budget_bytes
-        assert model["admission"]["relative_error"] <= model["admission"]["tolerance"]
+
+
+def test_doctor_finds_the_demo_pair_well(capsys):
+    problems, texts = found_by_doctor(capsys, *SMALL)
+    assert problems == []
+    assert "4096 tokens in common" in texts["pair"]
+    versions = [name.split()[0] for name in texts["versions"].split(", ")]
+    assert versions == ["python", "specdec", "torch", "transformers", "accelerate", "ray", "pydantic"]
+    for role in ("target", "draft"):
+        assert "float32 on " in texts[role]
+        assert "a sequence of 256 tokens takes" in texts[role]
+        error, tolerance = re.search(r"relative error (\S+) \(allowed (\S+)\)", texts[role]).groups()
+        assert float(error) <= float(tolerance)
 
 
 def test_doctor_refuses_a_tokenizer_wider_than_its_model(capsys, tmp_path):
     target = save_checkpoint(tmp_path, num_logits=9)
-    found = json.loads(printed(capsys, "doctor", "--json", "--target", str(target), code=2).out)
-    assert found["problems"] == [f"{target} has 9 logits, but its tokenizer has token ids up to 9"]
+    problems, _ = found_by_doctor(capsys, "--target", str(target), code=2)
+    assert problems == [f"{target} has 9 logits, but its tokenizer has token ids up to 9"]
 
 
 def test_doctor_names_what_is_not_honoured(capsys, tmp_path):
@@ -135,19 +137,17 @@ def test_doctor_names_what_is_not_honoured(capsys, tmp_path):
         f"warning    the generation config of {target} sets min_new_tokens, no_repeat_ngram_size: not honoured here"
     )
     assert warning in printed(capsys, "doctor", "--target", str(target)).out.splitlines()
-    found = json.loads(printed(capsys, "doctor", "--json", "--target", str(target)).out)
-    assert found["target"]["defaults"]["temperature"] == 0.5
 
 
 def test_doctor_refuses_defaults_out_of_range(capsys, tmp_path):
     target = save_checkpoint(tmp_path, temperature=3.0)
-    (problem,) = json.loads(printed(capsys, "doctor", "--json", "--target", str(target), code=2).out)["problems"]
+    (problem,), _ = found_by_doctor(capsys, "--target", str(target), code=2)
     assert "temperature must be a number from 0 to 2, not 3.0" in problem
 
 
 def test_doctor_names_a_processor_that_is_not_there(capsys):
     flags = ("--target", str(demo_folder("draft")), "--logits-processors", "nowhere.masks:digits")
-    (problem,) = json.loads(printed(capsys, "doctor", "--json", *flags, code=2).out)["problems"]
+    (problem,), _ = found_by_doctor(capsys, *flags, code=2)
     assert "logits_processors: cannot import nowhere.masks:digits" in problem
 
 
@@ -175,10 +175,9 @@ def test_doctor_says_what_does_not_fit(capsys, tmp_path):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     pair = ("--target", str(demo_folder("target")), "--draft", str(draft))
-    found = json.loads(printed(capsys, "doctor", "--json", *SMALL, *pair, code=2).out)
-    (problem,) = found["problems"]
+    (problem,), texts = found_by_doctor(capsys, *SMALL, *pair, code=2)
     assert "the vocabularies differ: token 1000 is" in problem
-    assert found["pair"] is None
+    assert "pair" not in texts
 
 
 def test_doctor_says_how_much_memory_is_lacking(capsys):
