@@ -97,6 +97,7 @@ class Verdict:
         length: Draft tokens of a round.
         mean: Tokens a round less those of the first draft.
         p_value: Of such a difference in rounds either way, by 9,999 sign flips over samples; at least 0.0001.
+        num_samples: Samples that were tried; with fewer than 11 no draft can be better.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Verdict:
     length: int
     mean: float
     p_value: float
+    num_samples: int
 
     @property
     def is_better(self) -> bool:
@@ -117,21 +119,23 @@ class Verdict:
 
     def __str__(self) -> str:
         judged = "better" if self.is_better else "worse" if self.is_worse else "not better"
-        figures = f"{self.mean:+.3f} tokens a round at K = {self.length}, p = {self.p_value:.4f} by samples"
-        return f"{self.name} is {judged} than {self.first_name}: {figures}"
+        difference = f"{self.mean:+.3f} tokens a round at K = {self.length}"
+        certainty = f"p = {self.p_value:.4f} by {self.num_samples} samples"
+        return f"{self.name} is {judged} than {self.first_name}: {difference}, {certainty}"
 
 
 def verdict(first: Audition, other: Audition, length: int, seed: int = 0) -> Verdict:
     """Test whether two drafts need the same rounds on the same samples; the seed decides the sign flips."""
     rounds = (np.array([one.num_rounds for one in draft.earned[length]]) for draft in (first, other))
-    saved = np.subtract(*rounds)
-    saved = saved[saved != 0]
+    less = np.subtract(*rounds)
+    saved = less[less != 0]
     rng = np.random.default_rng(seed)
     repeats, size = _SIGN_FLIPS
     flipped = [(rng.integers(0, 2, (size, len(saved)), np.int8) * 2 - 1) @ saved for _ in range(repeats)]
     num_as_large = int(sum((abs(sums) >= abs(saved.sum())).sum() for sums in flipped))
     mean = other.total(length).tokens_per_round - first.total(length).tokens_per_round
-    return Verdict(other.name, first.name, length, mean, (1 + num_as_large) / (1 + repeats * size))
+    p_value = (1 + num_as_large) / (1 + repeats * size)
+    return Verdict(other.name, first.name, length, mean, p_value, len(less))
 
 
 def as_json(auditions: Sequence[Audition], step_ms: tuple[float, Sequence[float]] | None) -> dict[str, Any]:

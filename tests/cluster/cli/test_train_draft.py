@@ -50,7 +50,7 @@ def test_it_says_that_the_draft_is_better(tmp_path: Path, capsys: pytest.Capture
     assert main([*argv, *TRAINING, *FLAGS, "--lora-rank", "8", "--learning-rate", "0.02"]) == 0
     printed = capsys.readouterr()
     assert f"{out} is better than {DRAFT}: +" in printed.out
-    assert " by samples" in printed.out
+    assert " by 12 samples" in printed.out
     assert "held-out loss" in printed.err
 
 
