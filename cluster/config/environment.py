@@ -137,7 +137,7 @@ def set_for_command(
 
 
 def client_key(environment: Mapping[str, str] = os.environ) -> str:
-    """The API key with which a command calls a service, by the name that OpenAI's clients use; empty for none."""
+    """Return the API key for calls to a service, from ``OPENAI_API_KEY``; empty if it is not set."""
     return environment.get("OPENAI_API_KEY", "")
 
 

@@ -25,7 +25,7 @@ HEAD = "headgroup"
 HEAD_ROLE = "head"
 POD_PORT = 8000
 ROLE = "role"
-"""The label by which replicas find their pods: a group of pods has its value as name."""
+"""Label that a replica selects its pods by. Its value is also the name of the group of pods."""
 DEFAULTS: Mapping[str, Any] = {
     "actors": {
         "target": {"num_cpus": 4, "label_selector": {ROLE: "target"}},
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def is_front(self) -> bool:
-        """Whether clients are answered there."""
+        """Whether these pods run the ingress, which answers clients."""
         return "ingress" in self.parts
 
     @property

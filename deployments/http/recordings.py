@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import BoundedSemaphore
 
@@ -91,7 +92,10 @@ def _private(path: str, flags: int) -> int:
 
 def _drop_oldest(folder: Path, max_bytes: int) -> None:
     """Delete the recordings written least recently until the others have at most so many bytes."""
-    found = [(path.stat(), path) for path in folder.glob(f"{_PREFIX}*.jsonl")]
+    found = []
+    for path in folder.glob(f"{_PREFIX}*.jsonl"):
+        with suppress(FileNotFoundError):  # another replica has just deleted it
+            found.append((path.stat(), path))
     found.sort(key=lambda entry: entry[0].st_mtime_ns, reverse=True)
     num_bytes = 0
     for status, path in found:

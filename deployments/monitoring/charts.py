@@ -18,7 +18,7 @@ TARGETS, DRAFTERS = 'deployment="TargetServer"', 'deployment="DraftServer"'
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of lines over time.
+    """A panel that plots time series.
 
     Attributes:
         title: Above it.

@@ -67,7 +67,7 @@ def recording_rules() -> Iterator[Rule]:
 
 
 def slow_ratio(name: str, window: str) -> str:
-    """The recorded share of observations that take longer than they should."""
+    """The recorded share of observations that exceed their time limit."""
     return f"specdec:{name}_slow:ratio_rate{window}"
 
 

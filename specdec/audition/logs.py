@@ -1,4 +1,4 @@
-"""Other servers' logs in OpenAI's form, which hold texts alone, read as samples."""
+"""Read logs of other servers as samples. Such logs are in OpenAI's format and hold text, not tokens."""
 
 from __future__ import annotations
 

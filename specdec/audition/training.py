@@ -59,7 +59,7 @@ class TrainingPlan:
 
 
 def is_held_out(sample: Sample) -> bool:
-    """Whether a sample is for judging drafts. Its prompt decides it, so answers to one prompt stay together."""
+    """Return whether a sample is held out to judge drafts. All answers to one prompt are held out, or none."""
     digest = blake2b(as_array(sample.prompt_token_ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
 

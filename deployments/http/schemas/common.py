@@ -181,7 +181,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether the service may record the answer: not with ``store: false``, nor with a ``cache_salt``."""
+        """Whether the service may record the answer: ``store: false`` and ``cache_salt`` each forbid it."""
         return (self.model_extra or {}).get("store") is not False and self.cache_salt is None
 
     @property
