@@ -5,6 +5,7 @@ Log probabilities in OpenAI's two shapes, and those of prompts in vLLM's.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,8 +14,8 @@ from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
 from deployments.http.schemas.chat import ChatBody, CompletionBody
-from deployments.http.tally import answer_metrics, how_it_came
-from deployments.http.writing import AssistantMessage, Event, Json
+from deployments.http.tally import how_it_came
+from deployments.http.writing import AssistantMessage, Event, Json, UsageNames, Writer
 from specdec.audition.recording import object_of
 from specdec.core.types import PromptLogprobs, TokenLogprobs
 from specdec.text.detokenizer import TokenTexts
@@ -128,70 +129,136 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 
-class Format(Protocol):
-    """How one endpoint writes its choices."""
+class ChoicesWriter(Writer):
+    """Writes answers of choices: what stands around them is the same in every chunk of an answer.
 
-    @property
-    def prefix(self) -> str:
-        """Of the answer's id."""
-        ...
+    Attributes:
+        prefix: Of the answer's id.
+        kinds: The ``object`` of a whole answer, and of a chunk.
+        beside_choices: Fields of a choice that belong to the answer, since all choices have one prompt.
+    """
 
-    @property
-    def kinds(self) -> tuple[str, str]:
-        """The ``object`` of a whole answer, and of a chunk."""
-        ...
+    end_mark = b"data: [DONE]\n\n"
+    names = UsageNames("prompt_tokens", "completion_tokens")
+    prefix: str
+    kinds: tuple[str, str]
+    beside_choices: tuple[str, ...] = ()
 
-    @property
-    def beside_choices(self) -> tuple[str, ...]:
-        """Fields of a choice that belong to the answer, since all choices have one prompt."""
-        ...
+    def __init__(self, api: Api, job: Job) -> None:
+        super().__init__(api, job)
+        head = {"id": f"{self.prefix}-{job.context.label}", "created": int(job.context.wall_s)}
+        self._head = head | self._versions()
+        self._token_names = TokenIdNames(api.texts) if job.body.return_tokens_as_token_ids else api.texts
 
-    def opening(self, index: int) -> Json | None:
+    @abstractmethod
+    def choice_opening(self, index: int) -> Json | None:
         """The choice that a stream begins with, before any token."""
-        ...
 
-    def chunk(self, delta: SampleDelta) -> Json:
+    @abstractmethod
+    def choice_chunk(self, delta: SampleDelta) -> Json:
         """A choice with what is new in it."""
-        ...
 
-    def whole(self, delta: SampleDelta) -> Json:
+    @abstractmethod
+    def choice_whole(self, delta: SampleDelta) -> Json:
         """A choice with all there is."""
-        ...
+
+    def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
+        """A whole answer."""
+        body = self._body(self.kinds[0], [self.choice_whole(choice) for choice in choices])
+        return body | {"usage": self._usage(generation)} | self._metrics(generation)
+
+    def opening(self, generation: Generation) -> list[Event]:
+        """The beginning of each choice that has one."""
+        openings = (self.choice_opening(index) for index in range(len(self._job.sequences)))
+        return [self._chunk(opening, generation, 0) for opening in openings if opening is not None]
+
+    def news(self, delta: SampleDelta, generation: Generation, num_sent: int) -> list[Event]:
+        """One chunk."""
+        return [self._chunk(self.choice_chunk(delta), generation, num_sent)]
+
+    def closing(self, generation: Generation) -> list[Event]:
+        """The chunk without choices that ends a stream, if it was asked for."""
+        metrics = self._metrics(generation)
+        if not metrics and not self._job.body.wants_usage_chunk:
+            return []
+        usage = self._usage(generation) if self._job.body.wants_usage_chunk else None
+        return [Event(self._body(self.kinds[1], []) | {"usage": usage} | metrics)]
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """The error."""
+        return [Event(error.body)]
+
+    def _chunk(self, choice: Json, generation: Generation, num_sent: int) -> Event:
+        """A chunk; its usage is that so far where it is wanted, or null where a later one has it."""
+        body = self._body(self.kinds[1], [choice])
+        if self._job.body.wants_continuous_usage:
+            return Event(body | {"usage": self._usage(generation, num_sent)})
+        return Event(body | ({"usage": None} if self._job.body.wants_usage_chunk else {}))
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        first = [choice for choice in choices if choice["index"] == 0]
+        beside = {key: choice[key] for choice in first for key in self.beside_choices if key in choice}
+        choices = [
+            {key: value for key, value in choice.items() if key not in self.beside_choices} for choice in choices
+        ]
+        return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices, **beside}
+
+    def _ending(self, delta: SampleDelta) -> Json:
+        """How the choice ended, and what else was asked for of its tokens and of its prompt."""
+        body = self._job.body
+        ending: Json = {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
+        if delta.notes is not None:
+            offsets = {"text_offset": [shown.offset for shown in delta.logprobs]} if delta.logprobs is not None else {}
+            ending["specdec"] = how_it_came(delta.notes, delta.plan) | offsets
+        if delta.recording is not None:
+            ending["recording"] = object_of(delta.recording)
+        if body.return_token_ids:
+            ending["token_ids"] = list(delta.token_ids)
+        if body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            tokens = self._prompt(delta.index)
+            entries = prompt_logprobs(self._api.texts, tokens, delta.prompt_logprobs, body.prompt_logprobs)
+            ending["prompt_logprobs"] = entries
+        return ending
+
+    def _prompt(self, index: int) -> Sequence[int]:
+        """The prompt of a choice."""
+        return self._job.prompts[index // self._job.num_samples]
+
+    def _prompt_token_ids(self, index: int) -> Json:
+        return {"prompt_token_ids": list(self._prompt(index))} if self._job.body.return_token_ids else {}
 
 
-class CompletionFormat:
-    """Choices of ``/v1/completions``."""
+class CompletionWriter(ChoicesWriter):
+    """Writes the answer of ``/v1/completions``."""
 
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
-    beside_choices = ()
 
     def __init__(self, api: Api, job: Job) -> None:
+        super().__init__(api, job)
         assert isinstance(job.body, CompletionBody)
-        self._job = job
-        self._body = job.body
-        self._texts, self._prompt_texts = _names(api, job), api.texts
+        self._request = job.body
 
-    def opening(self, index: int) -> Json | None:
+    def choice_opening(self, index: int) -> Json | None:
         """The prompt's tokens, and its echo, unless that comes with its log probabilities."""
-        echo = "" if self._body.echoes_logprobs else self._echo(index)
-        if not echo and not self._body.return_token_ids:
+        echo = "" if self._request.echoes_logprobs else self._echo(index)
+        if not echo and not self._request.return_token_ids:
             return None
         return self._choice(SampleDelta(index, echo, ())) | self._prompt_token_ids(index)
 
-    def chunk(self, delta: SampleDelta) -> Json:
+    def choice_chunk(self, delta: SampleDelta) -> Json:
         """New text."""
-        begins = self._body.echoes_logprobs and delta.prompt_logprobs is not None
+        begins = self._request.echoes_logprobs and delta.prompt_logprobs is not None
         return self._choice(delta) | ({"text": self._echo(delta.index) + delta.text} if begins else {})
 
-    def whole(self, delta: SampleDelta) -> Json:
+    def choice_whole(self, delta: SampleDelta) -> Json:
         """All text."""
-        choice = self._choice(delta) | self._prompt_token_ids(delta.index)
-        return choice | {"text": self._echo(delta.index) + delta.text}
+        text = {"text": self._echo(delta.index) + delta.text}
+        return self._choice(delta) | self._prompt_token_ids(delta.index) | text
 
     def _choice(self, delta: SampleDelta) -> Json:
         choice = {"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta)}
-        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
+        return choice | self._ending(delta)
 
     def _logprobs(self, delta: SampleDelta) -> Json | None:
         if delta.logprobs is None:
@@ -200,172 +267,49 @@ class CompletionFormat:
         entries: PromptLogprobs = tuple(shown.entry for shown in delta.logprobs)
         start = len(self._echo(delta.index))
         offsets = tuple(start + shown.offset for shown in delta.logprobs)
-        if self._body.echoes_logprobs and delta.prompt_logprobs is not None:
-            prompt = delta.index // self._job.num_samples
-            tokens = self._job.prompts[prompt] + tokens
+        if self._request.echoes_logprobs and delta.prompt_logprobs is not None:
+            tokens = tuple(self._prompt(delta.index)) + tokens
             entries = delta.prompt_logprobs + entries
-            offsets = self._job.echoes[prompt].offsets + offsets
-        return completion_logprobs(self._texts, tokens, entries, offsets, self._body.logprobs or 0)
+            offsets = self._job.echoes[delta.index // self._job.num_samples].offsets + offsets
+        return completion_logprobs(self._token_names, tokens, entries, offsets, self._request.logprobs or 0)
 
     def _echo(self, index: int) -> str:
-        return self._job.echoes[index // self._job.num_samples].text if self._body.echo else ""
-
-    def _prompt_token_ids(self, index: int) -> Json:
-        if not self._body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self._job.prompts[index // self._job.num_samples])}
+        return self._job.echoes[index // self._job.num_samples].text if self._request.echo else ""
 
 
-class ChatFormat:
-    """Choices of ``/v1/chat/completions``."""
+class ChatWriter(ChoicesWriter):
+    """Writes the answer of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
     beside_choices = ("prompt_token_ids", "prompt_logprobs")
 
     def __init__(self, api: Api, job: Job) -> None:
-        self._job = job
-        self._texts, self._prompt_texts = _names(api, job), api.texts
+        super().__init__(api, job)
         self._messages = [AssistantMessage(job.new_parser()) for _ in job.sequences]
         # As OpenAI does it: who names a function knows that it is called.
         self._names_function = isinstance(job.body, ChatBody) and job.body.choice == "named"
 
-    def opening(self, index: int) -> Json | None:
+    def choice_opening(self, index: int) -> Json | None:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_token_ids()
+        opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return opening | self._prompt_token_ids(index)
 
-    def chunk(self, delta: SampleDelta) -> Json:
+    def choice_chunk(self, delta: SampleDelta) -> Json:
         """What is new in the message."""
         message = self._messages[delta.index]
         new = message.read(delta.text, delta.finish)
         return self._choice(delta, {"delta": message.delta(new)}, message)
 
-    def whole(self, delta: SampleDelta) -> Json:
+    def choice_whole(self, delta: SampleDelta) -> Json:
         """The whole message."""
         message = self._messages[delta.index]
         message.read(delta.text, delta.finish)
-        return self._choice(delta, {"message": message.whole()}, message) | self._prompt_token_ids()
+        return self._choice(delta, {"message": message.whole()}, message) | self._prompt_token_ids(delta.index)
 
     def _choice(self, delta: SampleDelta, said: Json, message: AssistantMessage) -> Json:
-        logprobs = chat_logprobs(self._texts, delta)
-        choice = {"index": delta.index, **said, "logprobs": logprobs}
-        choice |= _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
+        logprobs = chat_logprobs(self._token_names, delta)
+        choice = {"index": delta.index, **said, "logprobs": logprobs} | self._ending(delta)
         calls = delta.finish == "stop" and message.calls and not self._names_function
         return choice | ({"finish_reason": "tool_calls"} if calls else {})
-
-    def _prompt_token_ids(self) -> Json:
-        return {"prompt_token_ids": list(self._job.prompts[0])} if self._job.body.return_token_ids else {}
-
-
-class Envelope:
-    """Writes answers of choices: what stands around them is the same in every chunk of an answer."""
-
-    end_mark = b"data: [DONE]\n\n"
-    num_repeated = 0
-
-    def __init__(self, api: Api, job: Job, format_: Format) -> None:
-        self._api = api
-        self._job = job
-        self._format = format_
-        self._head = {
-            "id": f"{format_.prefix}-{job.context.label}",
-            "created": int(job.context.wall_s),
-            "system_fingerprint": job.fingerprint,
-        }
-        if job.model.weights_version:
-            self._head["weights_version"] = job.model.weights_version
-        self._kinds = format_.kinds
-        self._beside = format_.beside_choices
-
-    def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
-        """A whole answer."""
-        body = self._body(self._kinds[0], [self._format.whole(choice) for choice in choices])
-        return body | {"usage": self._usage(generation)} | self._at_the_end(generation)
-
-    def opening(self, generation: Generation) -> list[Event]:
-        """The beginning of each choice that has one."""
-        openings = (self._format.opening(index) for index in range(len(self._job.sequences)))
-        return [self._chunk(opening, generation, 0) for opening in openings if opening is not None]
-
-    def news(self, delta: SampleDelta, generation: Generation, num_sent: int) -> list[Event]:
-        """One chunk."""
-        return [self._chunk(self._format.chunk(delta), generation, num_sent)]
-
-    async def settle(self, generation: Generation) -> str:
-        """Nothing is to be done."""
-        return ""
-
-    def closing(self, generation: Generation) -> list[Event]:
-        """The chunk without choices that ends a stream, if it was asked for."""
-        others = self._at_the_end(generation)
-        if not others and not self._job.body.wants_usage_chunk:
-            return []
-        usage = self._usage(generation) if self._job.body.wants_usage_chunk else None
-        return [Event(self._body(self._kinds[1], []) | {"usage": usage} | others)]
-
-    def failed(self, error: ApiError) -> list[Event]:
-        """The error."""
-        return [Event(error.body)]
-
-    def _chunk(self, choice: Json, generation: Generation, num_sent: int) -> Event:
-        """A chunk; its usage is that so far where it is wanted, or null where a later one has it."""
-        body = self._body(self._kinds[1], [choice])
-        if self._job.body.wants_continuous_usage:
-            return Event(body | {"usage": self._usage(generation, num_sent)})
-        return Event(body | ({"usage": None} if self._job.body.wants_usage_chunk else {}))
-
-    def _body(self, kind: str, choices: list[Json]) -> Json:
-        first = [choice for choice in choices if choice["index"] == 0]
-        beside = {key: choice[key] for choice in first for key in self._beside if key in choice}
-        choices = [{key: value for key, value in choice.items() if key not in self._beside} for choice in choices]
-        return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices, **beside}
-
-    def _usage(self, generation: Generation, num_sent: int | None = None) -> Json:
-        """The usage of all choices, or of what was sent of them so far."""
-        prompt = self._job.num_prompt_tokens
-        completion = generation.num_completion_tokens if num_sent is None else num_sent
-        usage: Json = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
-        }
-        details: Json = {}
-        if self._job.new_counter is not None:
-            details["reasoning_tokens"] = generation.num_reasoning_tokens
-        if self._job.has_prediction:
-            tallies = generation.tallies
-            details["accepted_prediction_tokens"] = sum(tally.num_predicted for tally in tallies)
-            details["rejected_prediction_tokens"] = sum(tally.num_mispredicted for tally in tallies)
-        return usage | ({"completion_tokens_details": details} if details else {})
-
-    def _at_the_end(self, generation: Generation) -> Json:
-        """What speculation did, where that was asked for."""
-        detail = self._job.body.per_request_spec_decode_metrics
-        return answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
-
-
-def _names(api: Api, job: Job) -> TokenNames:
-    """How ``logprobs`` writes tokens."""
-    return TokenIdNames(api.texts) if job.body.return_tokens_as_token_ids else api.texts
-
-
-def _ending(job: Job, delta: SampleDelta) -> Json:
-    """How the choice ended, and where they were asked for its token ids and how they came."""
-    ending: Json = {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
-    if delta.notes is not None:
-        offsets = {"text_offset": [shown.offset for shown in delta.logprobs]} if delta.logprobs is not None else {}
-        ending["specdec"] = how_it_came(delta.notes, delta.plan) | offsets
-    if delta.recording is not None:
-        ending["recording"] = object_of(delta.recording)
-    return ending | {"token_ids": list(delta.token_ids)} if job.body.return_token_ids else ending
-
-
-def _prompt_logprobs(job: Job, texts: TokenTexts, delta: SampleDelta) -> Json:
-    """What a choice says of its prompt, where the choice begins and it was asked for."""
-    num_top, entries = job.body.prompt_logprobs, delta.prompt_logprobs
-    if num_top is None or entries is None:
-        return {}
-    tokens = job.prompts[delta.index // job.num_samples]
-    return {"prompt_logprobs": prompt_logprobs(texts, tokens, entries, num_top)}

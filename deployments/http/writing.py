@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from deployments.http.api import Api
 from deployments.http.errors import ApiError
 from deployments.http.generation import Generation, SampleDelta
+from deployments.http.job import Job
+from deployments.http.tally import answer_metrics
 from specdec.core.types import Finish
 from specdec.structured.parsing.calls import AnswerEvent, AnswerParser, ContentDelta, ReasoningDelta, ToolCallDelta
 
@@ -189,27 +193,56 @@ def _pieces(value: Any) -> Iterator[str]:
         yield _dumps(value)
 
 
-class Writer(Protocol):
-    """Writes one answer: as one body, or as the events of a stream."""
+@dataclass(frozen=True, slots=True)
+class UsageNames:
+    """What an API calls the numbers of its ``usage``.
 
-    @property
-    def end_mark(self) -> bytes:
-        """What a stream that did not fail ends with, after its last event."""
-        ...
+    Attributes:
+        prompt: Tokens of prompts.
+        output: Tokens of choices.
+        of_prompt: What else it says of prompts.
+        is_complete: Whether details of the output are told though they are 0.
+    """
+
+    prompt: str
+    output: str
+    of_prompt: Json = field(default_factory=dict)
+    is_complete: bool = False
+
+
+class Writer(ABC):
+    """Writes one answer: as one body, or as the events of a stream.
+
+    Args:
+        api: Its parts.
+        job: What is answered.
+
+    Attributes:
+        end_mark: What a stream that did not fail ends with, after its last event.
+        names: Those of its usage.
+    """
+
+    end_mark = b""
+    names: UsageNames
+
+    def __init__(self, api: Api, job: Job) -> None:
+        self._api = api
+        self._job = job
 
     @property
     def num_repeated(self) -> int:
         """About how many characters an answer repeats: a stream at its begin, at its end, and at that of a choice."""
-        ...
+        return 0
 
+    @abstractmethod
     def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
         """A whole answer; of each choice there is all."""
-        ...
 
+    @abstractmethod
     def opening(self, generation: Generation) -> Sequence[Event]:
         """What a stream begins with, before any token."""
-        ...
 
+    @abstractmethod
     def news(self, delta: SampleDelta, generation: Generation, num_sent: int) -> Sequence[Event]:
         """What is new in a choice.
 
@@ -218,19 +251,46 @@ class Writer(Protocol):
             generation: Of all choices.
             num_sent: Output tokens that were sent up to these events, theirs included.
         """
-        ...
 
     async def settle(self, generation: Generation) -> str:
         """Do what must be done before a client knows that the answer has ended.
 
         A whole answer was written before, a stream's end was not. Returns a warning for the client; empty for none.
         """
-        ...
+        return ""
 
+    @abstractmethod
     def closing(self, generation: Generation) -> Sequence[Event]:
         """What a stream ends with, when all choices have ended."""
-        ...
 
+    @abstractmethod
     def failed(self, error: ApiError) -> Sequence[Event]:
         """What a stream ends with that cannot go on."""
-        ...
+
+    def _versions(self) -> Json:
+        """What computes the answer."""
+        version = self._job.model.weights_version
+        return {"system_fingerprint": self._job.fingerprint} | ({"weights_version": version} if version else {})
+
+    def _usage(self, generation: Generation, num_sent: int | None = None) -> Json:
+        """The usage of all choices, or of what was sent of them so far."""
+        names, prompt = self.names, self._job.num_prompt_tokens
+        output = generation.num_completion_tokens if num_sent is None else num_sent
+        details: Json = {}
+        if names.is_complete or self._job.new_counter is not None:
+            details["reasoning_tokens"] = generation.num_reasoning_tokens
+        if self._job.has_prediction:
+            details["accepted_prediction_tokens"] = sum(tally.num_predicted for tally in generation.tallies)
+            details["rejected_prediction_tokens"] = sum(tally.num_mispredicted for tally in generation.tallies)
+        usage = {
+            names.prompt: prompt,
+            f"{names.prompt}_details": {"cached_tokens": generation.num_cached_tokens, **names.of_prompt},
+            names.output: output,
+            "total_tokens": prompt + output,
+        }
+        return usage | ({f"{names.output}_details": details} if details else {})
+
+    def _metrics(self, generation: Generation) -> Json:
+        """What speculation did, where that was asked for."""
+        detail = self._job.body.per_request_spec_decode_metrics
+        return answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)

@@ -20,8 +20,7 @@ from deployments.http.job import Job
 from deployments.http.responses.items import StoredConversation
 from deployments.http.schemas.fields import Body
 from deployments.http.schemas.responses import ResponsesBody
-from deployments.http.tally import answer_metrics
-from deployments.http.writing import AssistantMessage, Event, Json, WrittenList
+from deployments.http.writing import AssistantMessage, Event, Json, UsageNames, Writer, WrittenList
 from specdec.core.types import Finish
 from specdec.structured.parsing.calls import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
 
@@ -280,7 +279,7 @@ _LONG = 1 << 12
 """Characters."""
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Writes one response.
 
     Args:
@@ -290,10 +289,11 @@ class ResponseWriter:
         kept: The response is kept there; None keeps it nowhere.
     """
 
-    end_mark = b""
+    # Nothing is charged for what is cached for later.
+    names = UsageNames("input_tokens", "output_tokens", {"cache_write_tokens": 0}, is_complete=True)
 
     def __init__(self, api: Api, job: Job, body: ResponsesBody, kept: StoredConversation | None = None) -> None:
-        self._job = job
+        super().__init__(api, job)
         self._body = body
         self._output = Output(AssistantMessage(job.new_parser()), partial(chat_entries, api.texts))
         self._kept = kept
@@ -370,7 +370,7 @@ class ResponseWriter:
         """The response with what it was asked for."""
         body, job = self._body, self._job
         sampling = job.sequences[0].spec.sampling
-        response: Json = {
+        return {
             "id": self._id,
             "object": "response",
             "created_at": int(job.context.wall_s),
@@ -381,7 +381,7 @@ class ResponseWriter:
             "model": job.model.name,
             "output": self._output.written(),
             "usage": None,
-            "system_fingerprint": job.fingerprint,
+            **self._versions(),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -398,26 +398,8 @@ class ResponseWriter:
             "store": self._kept is not None,
             "background": False,
             "service_tier": "default",
+            **of_status,
         }
-        if job.model.weights_version:
-            response["weights_version"] = job.model.weights_version
-        return response | of_status
-
-    def _usage(self, generation: Generation) -> Json:
-        prompt, output = self._job.num_prompt_tokens, generation.num_completion_tokens
-        cached = generation.num_cached_tokens
-        return {
-            "input_tokens": prompt,
-            # Nothing is charged for what is cached for later.
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
-            "total_tokens": prompt + output,
-        }
-
-    def _metrics(self, generation: Generation) -> Json:
-        detail = self._body.per_request_spec_decode_metrics
-        return answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
 
 
 def _text_format(body: ResponsesBody) -> Json:

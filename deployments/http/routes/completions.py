@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from deployments.http.answers import answer, while_connected
 from deployments.http.api import Api, ApiOf, ContextOf
 from deployments.http.conversation import conversation_tokens, ignored_by_template
-from deployments.http.formats import ChatFormat, CompletionFormat, Envelope
+from deployments.http.formats import ChatWriter, CompletionWriter
 from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job, completion_job
 from deployments.http.schemas.chat import ChatBody, ChatMessages, CompletionBody, ConversationBody
@@ -27,7 +27,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf, contex
     ignored = api.ignored.names(body)
     await api.look_for(body.model)
     job = await while_connected(request.receive, completion_job(api, body, context))
-    return with_ignored(await answer(api, job, Envelope(api, job, CompletionFormat(api, job)), request), ignored)
+    return with_ignored(await answer(api, job, CompletionWriter(api, job), request), ignored)
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -36,7 +36,7 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf, context
     ignored = api.ignored.names(body, ignored_by_template(api, body))
     await api.look_for(body.model)
     job = await while_connected(request.receive, chat_job(api, body, context))
-    return with_ignored(await answer(api, job, Envelope(api, job, ChatFormat(api, job)), request), ignored)
+    return with_ignored(await answer(api, job, ChatWriter(api, job), request), ignored)
 
 
 @router.post("/invocations", response_model=None)
