@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.config.base import StrictModel, refused_key
+from cluster.config.environment import PROXY_VARIABLE
 from cluster.config.limits import Access, Limits, Recordings, ResponsesStore, Tls, names
 from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
-from cluster.config.names import OTLP
+from cluster.config.names import OTLP, OWN_TRACES_ONLY
 from cluster.config.replicas import ActorOptions, Replicas, Updates
 from cluster.config.values import (
     Backend,
@@ -50,6 +51,9 @@ class Tracing(StrictModel):
     sampling_ratio: float = Field(
         1.0, ge=0, le=1, description="share of requests that are traced; a client's traceparent decides for its own"
     )
+    trust_traceparent: bool = Field(
+        True, description="follow a client's traceparent header; off: sampling_ratio alone decides, traces begin here"
+    )
 
     def check(self) -> None:
         """Refuse an exporter that no process could load, and an endpoint that none would use.
@@ -83,7 +87,11 @@ class Tracing(StrictModel):
             "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": {"file": FILE, "otlp": OTLP}.get(self.exporter, self.exporter),
             "RAY_SERVE_TRACING_SAMPLING_RATIO": str(self.sampling_ratio),
         }
-        return variables if self.endpoint is None else variables | {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint}
+        if self.endpoint is not None:
+            variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = self.endpoint
+        if not self.trust_traceparent:
+            variables[PROXY_VARIABLE] = OWN_TRACES_ONLY
+        return variables
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from cluster.config.names import MIDDLEWARES
 from specdec.core.errors import InvalidParameterError
 
+PROXY_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 RAY_SETTINGS = {
     # Calls and stream items over Serve's gRPC transport cost less than those over actor calls.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
@@ -27,7 +28,7 @@ RAY_SETTINGS = {
     # process that hangs does not use: it would keep its GPU from the replica in its place.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Time to the first token counts from when the proxy had the request: it waits there while no ingress runs.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES,
+    PROXY_VARIABLE: MIDDLEWARES,
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

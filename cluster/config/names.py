@@ -23,6 +23,8 @@ STATUS = "deployments.operate.status"
 STATUS_PARTS = ("health", "metrics")
 MIDDLEWARES = "deployments.proxy:middlewares"
 """What Serve's HTTP proxy runs around each request."""
+OWN_TRACES_ONLY = "deployments.proxy:own_traces_only"
+"""The same, where clients do not decide which requests are traced."""
 AUTOSCALER = "deployments.metrics.autoscaling:Autoscaler"
 """What decides how many replicas of a range there are."""
 OTLP = "deployments.metrics.spans:otlp"

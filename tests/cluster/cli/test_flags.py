@@ -89,6 +89,7 @@ EXAMPLES = {
     "tracing.exporter": "otlp",
     "tracing.endpoint": "http://localhost:4318",
     "tracing.sampling_ratio": 0.25,
+    "tracing.trust_traceparent": False,
     "protocol.lease_s": 9.5,
     "protocol.renew_interval_s": 0.25,
     "protocol.retry_interval_s": 0.125,

@@ -11,7 +11,7 @@ from ray.serve.schema import ServeApplicationSchema
 
 from cluster.cli.main import main
 from cluster.config.app import AppArgs, ServiceConfig
-from cluster.config.environment import DRAIN_VARIABLE, RAY_SETTINGS
+from cluster.config.environment import DRAIN_VARIABLE, PROXY_VARIABLE, RAY_SETTINGS
 from cluster.config.live import LIVE_KEYS, reconfigured
 from cluster.config.models import DraftConfig
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
@@ -177,10 +177,12 @@ def test_status_applications_have_the_same_arguments_on_a_laptop():
 
 
 def test_traces_need_variables_on_every_node(service, capsys):
-    config = service(demo="plain", tracing={"exporter": "otlp", "endpoint": "http://collector:4318"})
+    traced = {"exporter": "otlp", "endpoint": "http://collector:4318", "trust_traceparent": False}
+    config = service(demo="plain", tracing=traced)
     assert main(["render", config, "--environment"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {f"{name}={value}" for name, value in RAY_SETTINGS.items()} < set(lines)
+    settings = RAY_SETTINGS | {PROXY_VARIABLE: "deployments.proxy:own_traces_only"}
+    assert {f"{name}={value}" for name, value in settings.items()} < set(lines)
     assert "OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318" in lines
     assert "tracing" not in str(printed(capsys, config))
     spec, _ = rendered(capsys, config)

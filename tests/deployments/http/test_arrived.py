@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from deployments.http.middleware import _waited_s
-from deployments.proxy import ARRIVED, middlewares
+from deployments.proxy import ARRIVED, middlewares, own_traces_only
 
 from .conftest import Bench
 
@@ -29,6 +29,19 @@ async def test_the_proxy_stamps_every_request_and_takes_a_clients_own_stamp_away
     assert host == (b"host", b"api")
     assert before_s <= float(stamp[1]) <= time.time()
     assert seen[1]["headers"] == []
+
+
+@pytest.mark.parametrize(("of", "names"), [(middlewares, ["traceparent", ARRIVED]), (own_traces_only, [ARRIVED])])
+async def test_who_does_not_trust_a_traceparent_lets_nobody_see_it(of: Any, names: list[str]) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append([name.decode() for name, _ in scope["headers"]])
+
+    (middleware,) = of()
+    scope = {"type": "http", "headers": [(b"traceparent", b"00-1-2-01")], "path": "/"}
+    await middleware.cls(app, **middleware.kwargs)(scope, None, None)
+    assert seen == [names]
 
 
 @pytest.mark.parametrize("stamp", ["", "soon", "nan", "inf", "-5", "9e9", "1.0"])
