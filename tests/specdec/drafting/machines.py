@@ -26,7 +26,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 
 STEP_S, ONE_WAY_S = 0.030, 0.001
-MAX_LEN = 1 << 14
+MAX_LEN = 1 << 17
 TIMES = Times(lease_s=1e6, peer_timeout_s=1e6, renew_interval_s=1.0)
 TICK_S, POLL_S = 0.02, 0.004
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128)
