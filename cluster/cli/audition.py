@@ -1,4 +1,4 @@
-"""``specdec audition``: what draft models would have earned on recorded answers, without the target."""
+"""``specdec audition``: what drafts would have earned on recorded answers, without the target where they need none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.generate import CONFIG_KEYS, SEQUENTIAL_TOKENS
 from cluster.config.files import load_config
 from specdec.core.errors import InvalidParameterError
+from specdec.drafting.registry import HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +38,8 @@ def add_arguments(parser: Parser) -> None:
         dest="drafts",
         action="append",
         required=True,
-        help="a draft model, or ngram for prompt lookup; the first is what others are compared with",
+        help="a draft model, METHOD:PATH for heads (as in eagle3:PATH; loads the target), or ngram for prompt lookup; "
+        "others are compared with the first",
     )
     parser.add_argument("--target-step-ms", type=float, help="time of a target step, for the gain")
     parser.add_argument(
@@ -116,13 +118,20 @@ def compared_length(config: ServiceConfig) -> int:
 
 
 def try_draft(config_file: str | None, overrides: Mapping[str, Any], name: str, samples: Sequence[Sample]) -> Audition:
-    """Try one draft model, or prompt lookup, as the configuration runs drafts."""
+    """Try one draft model, heads, or prompt lookup, as the configuration runs drafts."""
     from cluster.models.sources import backend_options, draft_source, target_source
-    from specdec.audition.audition import audition_lookup, audition_model
+    from specdec.audition.audition import audition_heads, audition_lookup, audition_model
+    from specdec.drafting.heads import HeadsOptions
 
     lengths = range(1, _MOST + 1)
     if name == "ngram":
         return audition_lookup(samples, lengths)
+    method, colon, path = name.partition(":")
+    if colon and method in HEADS:
+        config = load_config(config_file, overrides)
+        heads = HeadsOptions(path, _MOST, method=method)
+        options = replace(backend_options(config, config.target), heads=heads, max_draft_tokens=_MOST)
+        return audition_heads(samples, target_source(config), options, lengths)
     config = load_config(config_file, {**overrides, "draft.model": name})
     draft = draft_source(config)
     assert draft is not None, "the configuration names one"

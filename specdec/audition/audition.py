@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from specdec.audition.reading import Reading, read_drafts
 from specdec.audition.recording import Sample
 from specdec.audition.report import Audition, Certainty
-from specdec.audition.rounds import earned_by_lookup, earned_by_reading
+from specdec.audition.rounds import Earned, earned_by_lookup, earned_by_reading
+from specdec.core.params import SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter
+from specdec.engine.engine import SpeculativeEngine
 from specdec.models.loading import ModelSource
 
 MOST_DRAFT_TOKENS = 16
@@ -51,10 +54,57 @@ def audition_model(
     return Audition(draft.path, certainty, earned, [_right(reading) for reading in readings])
 
 
+def audition_heads(
+    samples: Sequence[Sample], target: ModelSource, options: BackendOptions, lengths: Sequence[int]
+) -> Audition:
+    """Try heads on a target, which says all answers again at each draft length: heads read what it computes.
+
+    Args:
+        samples: At least one.
+        target: The target.
+        options: How it is run, with the heads.
+        lengths: Draft lengths, at least 1 each.
+
+    Raises:
+        ModelLoadError: The target or the heads cannot be loaded.
+        MemoryPlanError: The cache cannot hold one sequence.
+    """
+    assert options.heads is not None
+    engine = SpeculativeEngine.from_pretrained(target, num_speculative_tokens=max(lengths), options=options)
+    specs = [_again(sample, _SEED + number) for number, sample in enumerate(samples)]
+    earned: dict[int, list[Earned]] = {}
+    is_same = True
+    for length in sorted({1, *lengths}):
+        asked = [
+            (sample.prompt_token_ids, replace(spec, num_speculative_tokens=length))
+            for sample, spec in zip(samples, specs, strict=True)
+        ]
+        results = engine.generate_specs(asked)
+        is_same &= [one.token_ids for one in results] == [sample.output_token_ids for sample in samples]
+        earned[length] = [
+            Earned(one.num_tokens, one.num_rounds, one.num_draft_tokens, one.num_accepted_tokens)
+            for one in (result.stats for result in results)
+        ]
+    right = [(one.num_accepted_tokens, one.num_draft_tokens) for one in earned[1]]
+    chosen = {length: earned[length] for length in lengths}
+    certainty: Certainty = "law" if _has_unknown_noise(samples) else "run" if is_same else "near"
+    return Audition(options.heads.path, certainty, chosen, right)
+
+
+def _again(sample: Sample, seed: int) -> SequenceSpec:
+    """What says a sample again; to its length, if something ended it that is not in it, such as a stop string."""
+    spec, output = sample.spec(seed), sample.output_token_ids
+    return spec if output[-1] in spec.ending_token_ids else replace(spec, max_tokens=len(output))
+
+
 def _certainty(samples: Sequence[Sample], dtype: torch.dtype) -> Certainty:
-    if any(sample.seed is None and not sample.sampling.is_greedy for sample in samples):
+    if _has_unknown_noise(samples):
         return "law"
     return "run" if dtype is torch.float32 else "near"
+
+
+def _has_unknown_noise(samples: Sequence[Sample]) -> bool:
+    return any(sample.seed is None and not sample.sampling.is_greedy for sample in samples)
 
 
 def _right(reading: Reading) -> tuple[int, int]:

@@ -14,15 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import BackendOptions, Grammar, LoRAConfig, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
+from specdec.audition.audition import audition_heads
 from specdec.audition.logs import AnswerReader
 from specdec.audition.reading import read_drafts
 from specdec.audition.recording import Sample
 from specdec.audition.rounds import Earned, earned_by_lookup, earned_by_reading
+from specdec.drafting.heads import HeadsOptions
 from specdec.engine.build import build_drafter, build_target
 from specdec.engine.engine import InProcessService
 from specdec.engine.pair import PairedTarget
 from tests.specdec.adapters import save_adapter
-from tests.specdec.engine.features import demo
+from tests.specdec.engine.features import CHANGES, demo, eagle3
 from tests.specdec.engine.pairs import Case, run
 from tests.specdec.vocabularies import save_masked, save_shuffled, save_smaller
 
@@ -127,6 +129,19 @@ def assert_told_is_served(
             assert ours == theirs, (most, sample)
         total += sum(one.num_accepted_tokens for one in expected)
     assert total > 20
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_rounds_of_heads_are_those_that_the_engine_counts(method: str) -> None:
+    heads = CHANGES["heads"]["heads"] if method == "medusa" else HeadsOptions(eagle3().name, MOST, 0, "eagle3")
+    options, samples = replace(OPTIONS, heads=replace(heads, most_tokens=MOST)), recorded()[::3]
+    tried = audition_heads(samples, demo("target"), options, (1, 3, MOST))
+    engine = SpeculativeEngine.from_pretrained(demo("target"), num_speculative_tokens=MOST, options=options)
+    assert_told_is_served(samples, tried.earned.__getitem__, engine)
+    assert tried.certainty == "run"
+    assert 0 < tried.right_share < 1
+    other = [replace(sample, output_token_ids=(*sample.output_token_ids[:-1], 7)) for sample in samples]
+    assert audition_heads(other, demo("target"), options, (1,)).certainty == "near", "another target said these"
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
