@@ -1,8 +1,9 @@
 """Nights on a running service, over HTTP: record, train, try, deploy if better. Prints a table of what came of them.
 
-``python -m tests.integration.nights --work FOLDER``, after ``python -m benchmarks.better_draft --work FOLDER``, whose
-targets and prompts it takes. The changed target's draft is trained while seeded streams run; the shipped pair has six
-nights, each with another plan. A part of what was recorded is generated again, in one process: it must be the same.
+``python -m tests.integration.nights changed --work FOLDER --out NEW``, and the same with ``shipped``. FOLDER is that of
+``python -m benchmarks.better_draft``, whose targets and prompts are taken. The changed target's draft is trained while
+seeded streams run; the shipped pair has six nights, each with another plan. A part of what was recorded is generated
+again, in one process: it must be the same.
 """
 
 from __future__ import annotations
@@ -228,20 +229,22 @@ def own_traffic(service: Service, samples: Sequence[Sample]) -> None:
 
 
 def main() -> None:
-    """Run the nights of both targets, one after the other."""
+    """Run the nights of one target."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=("changed", "shipped"))
     parser.add_argument("--work", type=Path, required=True, help="the folder of benchmarks.better_draft")
     parser.add_argument("--out", type=Path, required=True, help="a folder that is not there, for what the nights make")
-    parser.add_argument("--num-samples", type=int, default=700, help="recorded answers of each target")
+    parser.add_argument("--num-samples", type=int, default=700, help="recorded answers")
     options = parser.parse_args()
     import specdec.demo
 
     demo = Path(specdec.demo.__path__[0])
-    nights = (("of_changed", options.work / "target", changed_target), ("of_shipped", demo / "target", own_traffic))
-    for name, target, run in nights:
-        samples = list(read_recording(options.work / name))[: options.num_samples]
-        with serve_node() as node:
-            run(Service((options.out / name).resolve(), target.resolve(), demo / "draft", node), samples)
+    target, run = {"changed": (options.work / "target", changed_target), "shipped": (demo / "target", own_traffic)}[
+        options.target
+    ]
+    samples = list(read_recording(options.work / f"of_{options.target}"))[: options.num_samples]
+    with serve_node() as node:
+        run(Service(options.out.resolve(), target.resolve(), demo / "draft", node), samples)
 
 
 if __name__ == "__main__":
