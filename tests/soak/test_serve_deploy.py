@@ -142,6 +142,36 @@ def test_it_answers_a_completion_request(deployed):
     assert answer["choices"][0]["text"]
 
 
+def status_of(url, body):
+    """The status that a completion request is answered with."""
+    try:
+        get(f"{url}/v1/completions", body)
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
+
+
+def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, service, node, deployed, tmp_path):
+    """As ``render`` writes them."""
+    before = replicas()
+    body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
+    assert status_of(deployed, body) == 200
+    changes = {"limits": {"max_sequences": 2}, "replicas": {"router": 2}}
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(SERVICE | changes))
+    limited = yaml.safe_load(rendered)
+    change, unchanged = (yaml.safe_load(serve_yaml(path))["applications"][0] for path in (file, service))
+    assert change["args"] == unchanged["args"]
+    limited["applications"][0]["deployments"] = change["deployments"]
+    for changed, status, num_more in ((yaml.safe_dump(limited), 400, 1), (rendered, 200, 0)):
+        serve_deploy(changed, node, tmp_path)
+        eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
+        eventually(lambda more=num_more: len(replicas()) == len(before) + more, 120, "the router has as many replicas")
+        assert before.items() <= replicas().items()
+    eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
+    assert before
+
+
 SERVICES = {"OpenAIIngress", "SpeculationRouter", "TargetServer"}
 UPDATES = (
     ("the draft", 1, {"args": {"draft": {"kv_cache_memory": "64MiB"}}}, {"DraftServer"}),
@@ -193,36 +223,6 @@ def test_an_update_of_either_application_breaks_no_stream_and_restarts_nothing_o
         if "cannot" in what:
             eventually(lambda: "1KiB" in get(f"{deployed}/health") or "memory" in get(f"{deployed}/health"), 30, what)
             assert "specdec_draft_failed" in get(f"{deployed}/metrics")
-
-
-def status_of(url, body):
-    """The status that a completion request is answered with."""
-    try:
-        get(f"{url}/v1/completions", body)
-    except urllib.error.HTTPError as error:
-        return error.code
-    return 200
-
-
-def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, service, node, deployed, tmp_path):
-    """As ``render`` writes them."""
-    before = replicas()
-    body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
-    assert status_of(deployed, body) == 200
-    changes = {"limits": {"max_sequences": 2}, "replicas": {"router": 2}}
-    file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump(SERVICE | changes))
-    limited = yaml.safe_load(rendered)
-    change, unchanged = (yaml.safe_load(serve_yaml(path))["applications"][0] for path in (file, service))
-    assert change["args"] == unchanged["args"]
-    limited["applications"][0]["deployments"] = change["deployments"]
-    for changed, status, num_more in ((yaml.safe_dump(limited), 400, 1), (rendered, 200, 0)):
-        serve_deploy(changed, node, tmp_path)
-        eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
-        eventually(lambda more=num_more: len(replicas()) == len(before) + more, 120, "the router has as many replicas")
-        assert before.items() <= replicas().items()
-    eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
-    assert before
 
 
 def load_adapter(adapter):
