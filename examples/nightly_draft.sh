@@ -11,6 +11,7 @@ set -euo pipefail
 config=$1 new=$2 older=$3 folder=$4
 draft=$(specdec config --config "$config" | sed -n '/^draft:/,/^[^ ]/s/^  model: //p')
 candidate=$folder/$(date -u +%F)
+specdec render "$config" --serve >/dev/null # what cannot be deployed is refused before anything is trained
 
 require() { # better|not-worse FILE [FLAG ...]
     local status=0
