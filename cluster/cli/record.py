@@ -119,7 +119,7 @@ class _Service:
             return f"the answer has no {error}: is this a service of this version?"
 
     def _call(self, path: str, body: Json | None = None) -> Json:
-        """Send a request, again and again while the service is busy."""
+        """Send a request, and retry while the service is busy."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}/v1/{path}", data, self._headers)
         for number in range(_TRIES):

@@ -1,4 +1,4 @@
-"""A dashboard in Grafana's form; a test reads each with Grafana's own library, which knows the schema."""
+"""A Grafana dashboard; a test reads each one with Grafana's own library, which knows the schema."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class AnswerReader:
         return validated(SamplingParams(**({"temperature": self._temperature} | given)), self._model.vocab_size)
 
     def _eos(self) -> int:
-        """The token that ends a turn, so far as the tokenizer tells."""
+        """The token that ends a turn, as far as the tokenizer can tell."""
         assert self._tokenizer is not None
         own = self._tokenizer.eos_token_id
         return own if isinstance(own, int) and own in self._model.eos_token_ids else self._model.eos_token_ids[0]

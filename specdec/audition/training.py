@@ -83,7 +83,7 @@ def split(samples: Iterable[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def check_out(out: Path) -> None:
-    """Refuse an output folder that has something else than an unfinished training.
+    """Refuse an output folder that holds anything but an unfinished training run.
 
     Raises:
         InvalidParameterError: It is a file, or has files.

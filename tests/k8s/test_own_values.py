@@ -70,7 +70,7 @@ def test_one_file_goes_from_a_laptop_to_a_cluster_in_a_clean_clone(tmp_path: Pat
     (file,) = fenced(FROM_A_LAPTOP)
     serve, *typed = commands(FROM_A_LAPTOP)
     assert serve == "specdec serve --config service.yaml", "it loads models: what it would serve is printed here"
-    assert len(typed) == 2
+    assert len(typed) == 4
     write = f"cat > service.yaml <<'END'\n{file}END"
     printed = ran(
         tmp_path / "clone",
