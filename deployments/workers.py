@@ -167,6 +167,7 @@ class DraftServer(_Worker):
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Draft for these applications, and go by these keys, from now on; the first call begins to load."""
+        args = self._args
         try:
             args, applications = draft_args(self._given, user_config or {})
             vocabulary = "" if self._machine is None else await asyncio.to_thread(_vocabulary, args)
@@ -177,7 +178,7 @@ class DraftServer(_Worker):
             return
         finally:
             if not self._closers:
-                self.start_metrics(ReplicaMetrics("draft", self._args.model_name, self._metrics))
+                self.start_metrics(ReplicaMetrics("draft", args.model_name, self._metrics))
         self._args, self._applications = args, applications
         self._routers = [ReplicaPoll(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications]
         set_log_level(args)

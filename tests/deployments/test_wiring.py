@@ -169,6 +169,15 @@ async def test_a_draft_that_cannot_be_loaded_fails_no_start_and_says_why(
     assert not started
 
 
+async def test_the_metrics_of_a_drafter_name_the_model_that_it_drafts_for(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[str] = []
+    monkeypatch.setattr(workers, "ReplicaMetrics", lambda part, model_name, ask: named.append(model_name))
+    await loaded(await draft_server(), target={"model": str(DEMO / "target")})
+    assert named == [str(DEMO / "target")]
+
+
 async def test_a_draft_is_tried_again(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of memory")
