@@ -13,6 +13,8 @@ from starlette.types import Send
 from deployments.http.errors import ClientGoneError
 
 MAX_UNTAKEN_BYTES = 1 << 20
+_MOST_TIME_S = 1.0
+"""For what is larger: one message may be, and is taken a moment after it is sent."""
 _MOST_PAUSE_S = 0.25
 
 
@@ -51,7 +53,7 @@ class Untaken:
         """A message is in the queue; ``taken`` is called when it has been taken.
 
         Raises:
-            SlowClientError: Messages stay there for too long, or are over 1 MiB. They are dropped.
+            SlowClientError: Messages stay there for too long, or for a second over 1 MiB of them. They are dropped.
         """
         self._sent.append((time.monotonic(), num_bytes, taken))
         self._num_bytes += num_bytes
@@ -79,9 +81,10 @@ class Untaken:
 
     def _check(self) -> None:
         self.count()
-        if self._num_bytes > MAX_UNTAKEN_BYTES:
+        waited_s = time.monotonic() - self._sent[0][0] if self._sent else 0.0
+        if self._num_bytes > MAX_UNTAKEN_BYTES and waited_s > _MOST_TIME_S:
             why = f"left {self._num_bytes} bytes, of {MAX_UNTAKEN_BYTES} at most"
-        elif self._sent and time.monotonic() - self._sent[0][0] > self._timeout_s:
+        elif waited_s > self._timeout_s:
             why = f"took nothing for {self._timeout_s:g} s (limits.slow_client_timeout_s)"
         else:
             return

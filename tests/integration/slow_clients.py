@@ -1,7 +1,7 @@
 """Clients that take nothing of what they asked for: one that does not read, and one whose network has gone silent.
 
 ``python -m tests.integration.slow_clients`` prints as JSON how the memory of the ingress grows and falls, in MB, with
-256 that read nothing of 20 log probabilities a token. Steps are emulated.
+256 that read nothing of 20 log probabilities a token, and again after they have gone. Steps are emulated.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def main() -> None:
     """Start a service and the clients, and watch the ingress."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=256)
-    parser.add_argument("--watched-s", type=float, default=240.0)
+    parser.add_argument("--watched-s", type=float, default=240.0, help="each time")
+    parser.add_argument("--times", type=int, default=2)
     options = parser.parse_args()
     emulated = ("--backend", "benchmarks.backends:stand_in:target=60,draft=6", "--max-num-seqs", "256")
     service = RunningService("--demo", "plain", *emulated, "--num-speculative-tokens", "4")
@@ -86,29 +87,30 @@ def main() -> None:
         "stream": True,
     }
     (ingress,) = processes_of(service, "ingress")
-    megabytes = [ingress.memory_info().rss >> 20]
-    with ExitStack() as stack:
-        started_s = time.monotonic()
-        threads = [
-            threading.Thread(target=lambda: stack.enter_context(asking(service.url, WINDOW, body)), daemon=True)
-            for _ in range(options.clients)
-        ]
-        for thread in threads:
-            thread.start()
-        while time.monotonic() < started_s + options.watched_s:
-            time.sleep(1.0)
-            megabytes.append(ingress.memory_info().rss >> 20)
-        num_begun = sum(not thread.is_alive() for thread in threads)
-    answer = service.client().completions.create(model=service.model, prompt="x", max_tokens=8)
-    figures = {
-        "begun": num_begun,
-        "before": megabytes[0],
-        "most": max(megabytes),
-        "at_s": megabytes.index(max(megabytes)),
-        "after": megabytes[-1],
-        "answered": answer.usage.completion_tokens if answer.usage else 0,
-    }
-    print(json.dumps(figures))
+    for _ in range(options.times):
+        megabytes = [ingress.memory_info().rss >> 20]
+        with ExitStack() as stack:
+            started_s = time.monotonic()
+            threads = [
+                threading.Thread(target=lambda: stack.enter_context(asking(service.url, WINDOW, body)), daemon=True)
+                for _ in range(options.clients)
+            ]
+            for thread in threads:
+                thread.start()
+            while time.monotonic() < started_s + options.watched_s:
+                time.sleep(1.0)
+                megabytes.append(ingress.memory_info().rss >> 20)
+            num_begun = sum(not thread.is_alive() for thread in threads)
+        answer = service.client().completions.create(model=service.model, prompt="x", max_tokens=8)
+        figures = {
+            "begun": num_begun,
+            "before": megabytes[0],
+            "most": max(megabytes),
+            "at_s": megabytes.index(max(megabytes)),
+            "after": megabytes[-1],
+            "answered": answer.usage.completion_tokens if answer.usage else 0,
+        }
+        print(json.dumps(figures), flush=True)
     service.stop()
 
 

@@ -94,6 +94,7 @@ async def test_a_stream_of_which_more_than_1_mib_is_not_taken_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(untaken, "MAX_UNTAKEN_BYTES", 1 << 14)
+    monkeypatch.setattr(untaken, "_MOST_TIME_S", 0.0)
     entries = [TokenLogprobs(-1.0, 1, tuple((token, -1.0) for token in range(20)))] * NUM_TOKENS
     bench.script = lambda request: paused(NUM_TOKENS, entries)
     stream = streamed(bench, logprobs=20)
@@ -106,6 +107,16 @@ async def test_a_stream_of_which_more_than_1_mib_is_not_taken_ends(
     rest = [messages async for messages in stream]
     assert rest == [], "what was not taken is dropped"
     assert "at most" in caplog.text
+
+
+async def test_a_message_that_is_larger_than_that_is_given_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untaken, "MAX_UNTAKEN_BYTES", 1 << 8)
+    monkeypatch.setattr(untaken, "_MOST_TIME_S", 60.0)
+    entries = [TokenLogprobs(-1.0, 1, tuple((token, -1.0) for token in range(20)))] * 32
+    bench.script = lambda request: paused(32, entries)
+    text = "".join([text_of(messages) async for messages in streamed(bench, logprobs=20, max_tokens=32)])
+    assert max(map(len, text.split("\n\n"))) > 1 << 8
+    assert text.endswith("data: [DONE]\n\n")
 
 
 async def test_a_stream_of_which_nothing_is_taken_for_too_long_ends(
