@@ -24,7 +24,7 @@ _WARN_EVERY_S = 60.0
 
 
 class RecordingFolder:
-    """Appends samples to a file of its own in a folder that several replicas may share.
+    """Appends samples to files of its own, one a day at least, in a folder that several replicas may share.
 
     A thread writes. A sample that cannot be written is lost and reported in the log: no answer waits or fails for it.
 
@@ -36,6 +36,7 @@ class RecordingFolder:
         self._name = "".join(letter if letter.isalnum() else "-" for letter in name)
         self._settings = Recordings()
         self._path: Path | None = None
+        self._day = ""
         self._room = BoundedSemaphore(_MOST_WAITING)
         self._writer = ThreadPoolExecutor(1, "recordings")
         self._warned_s = float("-inf")
@@ -65,16 +66,18 @@ class RecordingFolder:
             if settings.folder is not None:
                 self._append(line_of(sample) + b"\n", Path(settings.folder).expanduser(), settings.max_bytes)
         except OSError as error:
+            self._path = None  # it may end in half a line
             self._warn(f"recordings are lost: {error}")
         finally:
             self._room.release()
 
     def _append(self, line: bytes, folder: Path, max_bytes: int) -> None:
-        path = self._path
-        is_new = path is None or path.parent != folder or not path.exists()
+        path, day = self._path, _today()
+        is_new = path is None or path.parent != folder or not path.exists() or day != self._day
         if path is None or is_new or path.stat().st_size + len(line) > max_bytes // _NUM_PARTS:
             folder.mkdir(parents=True, exist_ok=True)
             path = self._path = folder / f"{_PREFIX}{self._name}-{time.time_ns()}.jsonl"
+            self._day = day
             _drop_oldest(folder, max_bytes - max_bytes // _NUM_PARTS)
         with open(path, "ab", opener=_private) as file:
             file.write(line)
@@ -83,6 +86,10 @@ class RecordingFolder:
         if time.monotonic() - self._warned_s > _WARN_EVERY_S:
             self._warned_s = time.monotonic()
             _logger.warning(text)
+
+
+def _today() -> str:
+    return time.strftime("%F", time.gmtime())
 
 
 def _private(path: str, flags: int) -> int:

@@ -152,10 +152,14 @@ def read_recording(path: Path) -> Iterator[Sample]:
 
 
 def placed_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file, or of a folder's ``*.jsonl`` files, with the place of each for error messages."""
+    """Yield the lines of a file, or of a folder's ``*.jsonl`` files, with the place of each for error messages.
+
+    A last line without an end that is no JSON is left out: somebody is writing it, or was stopped while he did.
+    """
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, line in numbered_lines(file):
-            yield f"{file}, line {number}", line
+            if line.endswith(b"\n") or _is_json(line):
+                yield f"{file}, line {number}", line
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -164,6 +168,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except ValueError:
+        return False
+    return True
 
 
 def sample_of(line: bytes) -> Sample:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from cluster.cli.main import main
 from cluster.config.limits import Recordings
+from deployments.http import recordings
 from deployments.http.app import create_app
 from deployments.http.keys import ApiKeys
 from deployments.http.recordings import RecordingFolder
@@ -134,6 +135,37 @@ def test_a_folder_that_cannot_be_written_is_reported_and_harms_nobody(
         folder.add(sample(number))
     folder.close()
     assert [record.message for record in caplog.records if "recordings are lost" in record.message]
+
+
+def test_a_day_has_files_of_its_own_and_so_has_what_follows_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = ["2026-01-01", "2026-01-01", "2026-01-02", "2026-01-02", "2026-01-02"]
+    folder = RecordingFolder("a")
+    folder.set(Recordings(folder=str(tmp_path), owners=("*",)))
+
+    def kept() -> list[list[int]]:
+        return [[one.prompt_token_ids[0] for one in read_recording(path)] for path in sorted(tmp_path.iterdir())]
+
+    def write(number: int) -> None:
+        monkeypatch.setattr(recordings, "_today", lambda: days[number])
+        assert folder._room.acquire()
+        folder._write(sample(number), folder._settings)
+
+    for number in range(3):
+        write(number)
+    assert kept() == [[0, 1], [2]]
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(path.read_bytes() + b"{")  # half a line
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recordings, "open", full, raising=False)
+        write(3)
+    write(4)
+    folder.close()
+    assert kept() == [[0, 1], [2], [4]]
 
 
 @pytest.mark.parametrize("changes", [{"folder": "x"}, {"owners": ("a",)}])

@@ -65,6 +65,14 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, change: dict, messag
     assert message in str(error.value)
 
 
+def test_a_last_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(line_of(PLAIN) + b"\n" + line_of(FULL))
+    assert list(read_recording(path)) == [PLAIN, FULL], "it is whole, without its end"
+    path.write_bytes(line_of(PLAIN) + b"\n" + line_of(FULL)[:-9])
+    assert list(read_recording(path)) == [PLAIN]
+
+
 def test_a_line_that_is_no_object_is_refused() -> None:
     for line in (b"[]", b"{", b"\xff"):
         with pytest.raises(ValueError):
