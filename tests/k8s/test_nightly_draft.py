@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_its_command_leaves_the_configuration_in_force_as_a_patch(tmp_path: Path
         place.mkdir()
     for name in ("recordings", "drafts"):
         (places["models"] / name).mkdir()
+    for name, days in (("today", 0), ("yesterday", 1), ("before", 2)):
+        (places["models"] / "recordings" / f"{name}.jsonl").write_text("{}\n")
+        noon_s = time.time() // 86400 * 86400 - days * 86400 + 43200
+        os.utime(places["models"] / "recordings" / f"{name}.jsonl", (noon_s, noon_s))
     service = places["models"] / "drafts" / "config.yaml"
     service.write_text((EXAMPLES / "prod" / "config.yaml").read_text())
     (places["scripts"] / "nightly_draft.sh").write_text((ROOT / "examples/nightly_draft.sh").read_text())
@@ -65,6 +70,8 @@ def test_its_command_leaves_the_configuration_in_force_as_a_patch(tmp_path: Path
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
+    recorded = {name: [one.name for one in (places["tmp"] / name).iterdir()] for name in ("new", "older")}
+    assert recorded == {"new": ["yesterday.jsonl"], "older": ["before.jsonl"]}, "today's still grows"
     patch = yaml.safe_load((places["patch"] / "patch.yaml").read_text())
     assert patch.keys() == {"spec"}
     applications = yaml.safe_load(patch["spec"]["serveConfigV2"])["applications"]

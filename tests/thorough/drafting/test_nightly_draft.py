@@ -32,8 +32,8 @@ class Night:
         shutil.copytree(DRAFT, folder / "draft")
         self.service = folder / "service.yaml"
         self.service.write_text(
-            f"target: {DRAFT.parent / 'target'}\ndraft:\n  model: {folder / 'draft'}\n  kv_cache_memory: 64MiB\n"
-            "max_model_len: 64\n"
+            f"target: {DRAFT.parent / 'target'}\ndraft:\n# a remark\n  model: {folder / 'draft'}\n"
+            "  kv_cache_memory: 64MiB\nmax_model_len: 64\n"
         )
         command = folder / "bin" / "specdec"
         command.parent.mkdir(exist_ok=True)
@@ -87,6 +87,14 @@ def test_a_better_draft_is_deployed(night: Night) -> None:
     service = yaml.safe_load(night.service.read_text())
     assert service["draft"] == {"model": str(candidate), "kv_cache_memory": "64MiB"}
     assert service["target"] == str(DRAFT.parent / "target")
+    again = night.run(cycles(150), cycles(50, seed=1))
+    assert again == f"{candidate} was deployed before: {candidate} stays\n"
+    assert (candidate / "model.safetensors").exists()
+
+
+def test_a_night_without_recordings_changes_nothing(night: Night) -> None:
+    assert night.run([], cycles(50)) == f"{night.folder / 'new'} has no recordings: {night.folder / 'draft'} stays\n"
+    assert list(night.drafts.iterdir()) == []
 
 
 def test_a_draft_that_is_worse_on_older_recordings_is_not(night: Night) -> None:
@@ -103,4 +111,5 @@ def test_a_draft_that_is_worse_on_older_recordings_is_not(night: Night) -> None:
     assert printed.endswith(f"{night.folder / 'draft'} stays\n")
     assert night.deployed is None
     assert night.service.read_text() == before
+    assert [one.name for one in night.drafts.glob("20*/*")] == ["refused"]
     assert night.run(cycles(150), older).endswith("stays\n"), "a second run that day does not train again"
