@@ -85,7 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not samples:
         raise InvalidParameterError("file", f"{arguments.file} has no sample with an output that is to be tried")
-    auditions = [try_draft(arguments.config, overrides, name, samples) for name in arguments.drafts]
+    auditions = []
+    for name in arguments.drafts:
+        print(f"{name}: trying it on {len(samples)} samples", file=sys.stderr, flush=True)
+        auditions.append(try_draft(arguments.config, overrides, name, samples))
     print(json.dumps(as_json(auditions, step_ms)) if arguments.json else as_table(auditions, step_ms))
     if not arguments.require:
         return 0
@@ -122,7 +125,9 @@ def try_draft(config_file: str | None, overrides: Mapping[str, Any], name: str, 
     from cluster.models.sources import backend_options, draft_source, target_source
     from specdec.audition.audition import audition_heads, audition_lookup, audition_model
     from specdec.drafting.heads import HeadsOptions
+    from specdec.models.memory import free_unused
 
+    free_unused()  # of a draft that was tried before
     lengths = range(1, _MOST + 1)
     if name == "ngram":
         return audition_lookup(samples, lengths)

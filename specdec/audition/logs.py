@@ -92,7 +92,9 @@ class AnswerReader:
     def _prompt(self, request: Json) -> tuple[int, ...]:
         assert self._tokenizer is not None
         if "messages" in request:
-            turns = [{**turn, "content": _text(turn.get("content"))} for turn in request["messages"]]
+            turns = [
+                {**turn, "content": _text(turn.get("content"))} for turn in _objects("messages", request["messages"])
+            ]
             return tuple(encode_chat(self._tokenizer, turns, tools=request.get("tools") or ()))
         prompt = request.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
@@ -122,13 +124,19 @@ def _parts(line: Json) -> tuple[Json, list[tuple[str, str | None]]]:
         case {"request": dict(request), "response": {"choices": list(choices)}}:
             return request, [
                 (_text(choice.get("message", choice).get("content", choice.get("text"))), choice.get("finish_reason"))
-                for choice in choices
+                for choice in _objects("choices", choices)
             ]
         case {"messages": [*_, {"role": "assistant", "content": content}]}:
             return {**line, "messages": line["messages"][:-1]}, [(_text(content), "stop")]
         case {"prompt": str(), "completion": str(text)}:
             return line, [(text, "stop")]
     raise ValueError(f"a line is {_FORMS}")
+
+
+def _objects(name: str, value: Any) -> list[Json]:
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return value
+    raise ValueError(f"{name} must be a list of objects")
 
 
 def _text(content: Any) -> str:

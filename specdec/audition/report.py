@@ -31,12 +31,14 @@ class Audition:
         earned: By draft length, then by sample.
         right: Of each sample, how many draft tokens were right with the text before them as recorded, and of how many;
             empty for prompt lookup.
+        remark: What makes the figures worth less; empty if nothing does.
     """
 
     name: str
     certainty: Certainty
     earned: dict[int, list[Earned]]
     right: list[tuple[int, int]]
+    remark: str = ""
 
     @property
     def right_share(self) -> float | None:
@@ -149,9 +151,8 @@ def as_json(auditions: Sequence[Audition], step_ms: tuple[float, Sequence[float]
             if step_ms is not None:
                 line["gain"] = draft.gain(length, step_ms[0], step_ms[1][number])
             lengths.append(line)
-        drafts.append(
-            {"draft": draft.name, "figures": draft.certainty, "right": draft.right_share, "by_length": lengths}
-        )
+        figures = {"draft": draft.name, "figures": draft.certainty, "remark": draft.remark}
+        drafts.append(figures | {"right": draft.right_share, "by_length": lengths})
     compared = [asdict(one) for other in auditions[1:] for one in differences(auditions[0], other)]
     return {"drafts": drafts, "differences_from_the_first": compared}
 
@@ -164,6 +165,7 @@ def as_table(auditions: Sequence[Audition], step_ms: tuple[float, Sequence[float
         share = "-" if draft.right_share is None else f"{draft.right_share:.1%}"
         rounds = " ".join(f"{draft.total(length).tokens_per_round:.2f}" for length in lengths)
         lines.append(f"{draft.name[-30:]:30} {draft.certainty:8} {share:>6}  {rounds}")
+        lines += [f"  {draft.remark}"] if draft.remark else []
         if step_ms is not None:
             best = max(lengths, key=lambda length: draft.gain(length, step_ms[0], step_ms[1][number]))
             gain = draft.gain(best, step_ms[0], step_ms[1][number])

@@ -88,7 +88,9 @@ def check_out(out: Path) -> None:
     Raises:
         InvalidParameterError: It is a file, or has files.
     """
-    if out.exists() and not (out / CHECKPOINT).exists() and (not out.is_dir() or any(out.iterdir())):
+    begun = out / CHECKPOINT
+    is_free = not out.exists() or begun.exists() or (out.is_dir() and all(one == _part(begun) for one in out.iterdir()))
+    if not is_free:
         raise InvalidParameterError("out", f"--out: {out} is not an empty folder: name a new one")
 
 
@@ -134,6 +136,11 @@ def train_draft(
                 run.save(out / CHECKPOINT)
                 progress(f"step {run.num_done} of {len(batches)}: held-out loss {run.loss(judged, max_length):.4f}")
     _write(model, draft, out)
+
+
+def _part(checkpoint: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return checkpoint.with_suffix(".part")
 
 
 class _Run:
@@ -185,7 +192,7 @@ class _Run:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint as a whole or not at all."""
-        part = path.with_suffix(".part")
+        part = _part(path)
         state = {"key": self._key, "num_done": self.num_done, "optimizer": self._optimizer.state_dict()}
         torch.save(state | {"parameters": self._parameters}, part)
         part.replace(path)
@@ -269,7 +276,7 @@ def _tensors(batch: Sequence[Sample], max_length: int) -> tuple[torch.Tensor, to
 
 
 def _check_vocabulary(samples: Iterable[Sample], model: PreTrainedModel, name: str) -> None:
-    most = max(max(*sample.prompt_token_ids, *sample.output_token_ids) for sample in samples)
+    most = max(max(ids) for sample in samples for ids in (sample.prompt_token_ids, sample.output_token_ids) if ids)
     num_tokens = model.get_input_embeddings().weight.shape[0]
     if most >= num_tokens:
         message = f"--draft: {name} has {num_tokens} tokens and FILE has token id {most}: it is of another vocabulary"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from specdec.models.memory import (
     MemoryPlan,
     StepMemory,
     check_host_memory,
+    free_unused,
     pair_shares,
     plan_memory,
     window_for,
@@ -167,10 +167,7 @@ def _recorded_or_eager(build: Callable[[BackendOptions], B], source: ModelSource
         if options.executor == "graphs":
             raise
         reason = str(error)
-    # Out of the handler nothing holds the model any more.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_unused()  # out of the handler, which held the model
     logger.warning("%s runs operator by operator: %s", source.path, reason)
     return build(replace(options, executor="eager", eager_reason=reason))
 

@@ -72,6 +72,8 @@ def test_forms_of_a_line(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, "a line is a sample, or"),
         ({"request": {"prompt": ["a", "b"]}, "response": {"choices": [{"text": "c"}]}}, "prompt must be a text"),
         ({"prompt": "a", "completion": "b", "top_p": 2}, "top_p must be"),
+        ({"messages": ["a", {"role": "assistant", "content": "b"}]}, "messages must be a list of objects"),
+        ({"request": {"prompt": "a"}, "response": {"choices": ["b"]}}, "choices must be a list of objects"),
         (
             {"request": {"prompt": "a"}, "response": {"choices": [{"message": {"content": [{"type": "image"}]}}]}},
             "content must be a text",

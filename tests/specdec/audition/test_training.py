@@ -109,7 +109,7 @@ def test_what_cannot_be_trained_is_refused_with_its_parameter(tmp_path: Path) ->
         ("file", [], "new"),
         ("file", samples[:1], "new"),
         ("file", [replace(one, output_token_ids=()) for one in samples], "new"),
-        ("draft", [*samples, sample((4096,), (1,))], "new"),
+        ("draft", [*samples, sample((4096,), (1,)), sample((1,), ())], "new"),
         ("out", samples, ""),
     ):
         (tmp_path / "file").touch()
@@ -127,6 +127,8 @@ def test_a_checkpoint_of_other_samples_is_refused(tmp_path: Path) -> None:
         if line.startswith("step 3"):
             raise KeyboardInterrupt
 
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "training.part").touch()  # a first checkpoint was not written to its end
     with pytest.raises(KeyboardInterrupt):
         train_draft(cycles(60), DRAFT, tmp_path / "out", PLAN, interrupting)
     with pytest.raises(InvalidParameterError, match="a training of other samples"):

@@ -13,8 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec import BackendOptions, Grammar, LoRAConfig, ModelSource, NgramOptions, SamplingParams, SpeculativeEngine
-from specdec.audition.audition import audition_heads
+from specdec import (
+    Adapter,
+    BackendOptions,
+    Grammar,
+    LoRAConfig,
+    ModelSource,
+    NgramOptions,
+    SamplingParams,
+    SpeculativeEngine,
+)
+from specdec.audition.audition import audition_heads, audition_model
 from specdec.audition.logs import AnswerReader
 from specdec.audition.reading import read_drafts
 from specdec.audition.recording import Sample
@@ -141,7 +150,10 @@ def test_rounds_of_heads_are_those_that_the_engine_counts(method: str) -> None:
     assert tried.certainty == "run"
     assert 0 < tried.right_share < 1
     other = [replace(sample, output_token_ids=(*sample.output_token_ids[:-1], 7)) for sample in samples]
-    assert audition_heads(other, demo("target"), options, (1,)).certainty == "near", "another target said these"
+    others = audition_heads(other, demo("target"), options, (1,))
+    assert others.certainty == "near", "another target said these"
+    assert others.remark == f"{len(other)} answers of the target are others than the recorded ones"
+    assert tried.remark == ""
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -226,6 +238,16 @@ def test_rounds_of_adapters_are_those_that_the_engine_counts(tmp_path: Path) -> 
     assert_told_is_served(
         samples, lambda most: [earned_by_reading(one, most, drafts_first=True) for one in readings], engine
     )
+
+
+def test_answers_that_a_draft_cannot_read_are_told(tmp_path: Path) -> None:
+    """They have an adapter of the draft, which is tried without room for one."""
+    samples = recorded()[:4]
+    adapter = Adapter("a", str(tmp_path), "f00")
+    with_adapter = [replace(one, draft_adapter=adapter) for one in samples]
+    told = [audition_model(one, demo("target"), demo("draft"), OPTIONS, [4]).remark for one in (samples, with_adapter)]
+    assert told[0] == ""
+    assert told[1].startswith("4 answers could not be read to their end")
 
 
 def test_another_servers_greedy_log_tells_what_drafting_live_counts(tmp_path: Path) -> None:
