@@ -3,7 +3,8 @@
 Own traffic: the demo pair as it is shipped, answers to Python code, six candidates of other rates, epochs and ranks.
 A changed target: the demo's, fine-tuned on C++ headers; drafts that learned more and more of what it says, the same by
 a plain loop in torch (a reference for ``specdec train-draft``), and one that learned tokens in another order. All are
-tried on the tenth of prompts that is held out. A run goes on where it stopped.
+tried on the tenth of prompts that is held out. A run goes on where it stopped. With ``--recorded`` the changed target's
+answers are those that a service recorded.
 """
 
 from __future__ import annotations
@@ -209,11 +210,36 @@ def check_texts(target: Path, drafts: Sequence[Path], samples: Sequence[Sample])
         assert [one.token_ids for one in results] == [one.output_token_ids for one in samples], draft
 
 
+def try_own(work: Path, num_samples: int) -> None:
+    """Try candidates for the shipped pair, and print their table."""
+    samples = record(TARGET, tokens_of(CODE, (0, 1), 200_000), num_samples, work / "of_shipped")
+    print(f"own traffic, {len(split(samples)[1])} samples held out\n\n{HEAD}")
+    own = Trial(work / "own", TARGET, samples)
+    rows = [own.row(name, samples, plan) for name, plan in OWN_PLANS.items()]
+    print(f"\n{sum(row['is_better'] for row in rows)} of {len(rows)} are better\n")
+
+
+def try_changed(folder: Path, target: Path, samples: Sequence[Sample]) -> None:
+    """Try drafts that learn more and more of what a changed target says, and print their table."""
+    learned, held_out = split(samples)
+    print(f"a changed target, {len(held_out)} samples held out\n\n{HEAD}")
+    trial = Trial(folder, target, samples)
+    for share in (4, 2, 1):
+        row = trial.row(f"train-draft, 1 of {share}", [*learned[: len(learned) // share], *held_out], PLAN)
+    plain = trial.row("plain loop", samples, None)
+    trial.row("tokens in another order", shuffled(samples), PLAN)
+    ratios = [one["per_round"][1] / one["per_round"][0] for one in (row, plain)]
+    print(f"\ntrain-draft over the frozen draft: {ratios[0]:.2f}; over the plain loop: {ratios[0] / ratios[1]:.2f}")
+    check_texts(target, [DRAFT, trial.folder / "train-draft,_1_of_1"], samples[:32])
+    print("32 seeded texts are the same with the frozen draft and with the trained one")
+
+
 def main() -> None:
     """Run what is missing, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for models and recordings")
     parser.add_argument("--num-samples", type=int, default=700, help="answers that are recorded of each target")
+    parser.add_argument("--recorded", type=Path, help="the changed target's answers; nothing else is tried")
     parser.add_argument("--num-windows", type=int, default=352, help="windows of 256 tokens to fine-tune the target on")
     options = parser.parse_args()
     work = options.work
@@ -222,25 +248,12 @@ def main() -> None:
     changed = work / "target"
     if not (changed / "tokenizer.json").exists():
         fine_tuned(tokens_of(HEADERS, (0, 0.7), options.num_windows * 256 + 1), changed)
-    of_changed = record(changed, tokens_of(HEADERS, (0.7, 1), 200_000), options.num_samples, work / "of_changed")
-    samples = record(TARGET, tokens_of(CODE, (0, 1), 200_000), options.num_samples, work / "of_shipped")
-    print(f"own traffic, {len(split(samples)[1])} samples held out\n\n{HEAD}")
-    own = Trial(work / "own", TARGET, samples)
-    rows = [own.row(name, samples, plan) for name, plan in OWN_PLANS.items()]
-    print(f"\n{sum(row['is_better'] for row in rows)} of {len(rows)} are better")
-    samples = of_changed
-    print(f"\na changed target, {len(split(samples)[1])} samples held out\n\n{HEAD}")
-    trial = Trial(work / "changed", changed, samples)
-    held_out = split(samples)[1]
-    for share in (4, 2, 1):
-        part = [*split(samples)[0][: options.num_samples // share], *held_out]
-        row = trial.row(f"train-draft, 1 of {share}", part, PLAN)
-    plain = trial.row("plain loop", samples, None)
-    trial.row("tokens in another order", shuffled(samples), PLAN)
-    ratios = [one["per_round"][1] / one["per_round"][0] for one in (row, plain)]
-    print(f"\ntrain-draft over the frozen draft: {ratios[0]:.2f}; over the plain loop: {ratios[0] / ratios[1]:.2f}")
-    check_texts(changed, [DRAFT, trial.folder / "train-draft,_1_of_1"], samples[:32])
-    print("32 seeded texts are the same with the frozen draft and with the trained one")
+    if options.recorded is not None:
+        try_changed(work / "recorded", changed, list(read_recording(options.recorded)))
+    else:
+        samples = record(changed, tokens_of(HEADERS, (0.7, 1), 200_000), options.num_samples, work / "of_changed")
+        try_own(work, options.num_samples)
+        try_changed(work / "changed", changed, samples)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from urllib.request import Request, urlopen
 
 import yaml
 
+from benchmarks.better_draft import shuffled
 from cluster.config.environment import prepare_for_ray
-from specdec.audition.recording import Sample, read_recording
+from specdec.audition.recording import Sample, read_recording, write_recording
 from specdec.audition.training import split
 from tests.integration.kills import Comparison, Streams
 from tests.integration.running import ROOT, eventually, free_port
@@ -194,6 +195,12 @@ def changed_target(service: Service, samples: Sequence[Sample]) -> None:
     held_out = split(samples)[1][:48]
     before = service.tokens_per_round(held_out)
     new, older = service.record_nights(samples)
+    in_another_order = service.folder / "in_another_order"
+    in_another_order.mkdir()
+    write_recording(in_another_order / "recording.jsonl", shuffled(list(read_recording(new))))
+    refused = service.night(in_another_order, older, LEARNED, "drafts_of_another_order").communicate()[0]
+    print(refused, flush=True)
+    assert refused.endswith(" stays\n"), refused
     streams = Streams(service.url, "default", count=8, max_tokens=200)
     with streams.running() as wait:
         undisturbed = wait()
