@@ -38,7 +38,7 @@ from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
 from deployments.transport.discovery import HEALTH_OPTIONS, pinned_options
 from deployments.workers import DraftServer, TargetServer
-from specdec.core.errors import InvalidParameterError, SpecdecError
+from specdec.core.errors import InvalidParameterError
 from specdec.models.loading import load_tokenizer
 from specdec.structured.parsing.selection import AnswerForms
 
@@ -80,16 +80,18 @@ def build_draft(args: dict[str, Any]) -> Application:
 
 def drafts_for(args: dict[str, Any], user_config: Mapping[str, Any]) -> Application:
     """Build the same with a ``user_config``, where no Serve YAML says it."""
+    devices, problem = ray_devices(), ""
     try:
         draft = args.get("draft", {})
         has_model = isinstance(draft, str) or draft.get("model") is not None
         # A configuration with a draft model needs a target, and which one it is decides nothing here.
         parsed = AppArgs.model_validate({**args, "target": {"model": "unknown"}} if has_model else args)
-        share = placement_of(parsed, ray_devices(), has_target=False).draft
-    except (ValueError, SpecdecError) as error:
-        logger.error("The draft model's application cannot be as its args say: %s", error)
+        share = placement_of(parsed, devices, has_target=False).draft
+    except Exception as error:
+        problem = f"the draft model's application cannot be as its args say: {error!s}"
+        logger.error(problem)
         parsed, share = AppArgs(), ActorShare({"num_cpus": 0})
-    return _draft(parsed, args, share, user_config)
+    return _draft(parsed, args, share, user_config, problem)
 
 
 def build_local(args: AppArgs) -> dict[str, Application]:
@@ -145,7 +147,9 @@ def _service(args: AppArgs, placement: Placement) -> Application:
     return ingress.bind(args, router.bind(args, target.bind(args, share.num_torch_threads, share.num_gpus)))
 
 
-def _draft(args: AppArgs, given: dict[str, Any], share: ActorShare, user_config: Mapping[str, Any]) -> Application:
+def _draft(
+    args: AppArgs, given: dict[str, Any], share: ActorShare, user_config: Mapping[str, Any], problem: str = ""
+) -> Application:
     updates = plan_updates(args.updates, args.replicas, {"draft": share}, ray_nodes())
     for remark in updates.remarks:
         logger.info(remark)
@@ -156,7 +160,7 @@ def _draft(args: AppArgs, given: dict[str, Any], share: ActorShare, user_config:
         user_config=dict(user_config) or None,
         **pinned_options(args.drain_timeout_s),
     )
-    return draft.bind(given, share.num_torch_threads, share.num_gpus)
+    return draft.bind(given, share.num_torch_threads, share.num_gpus, problem)
 
 
 def check_files(args: AppArgs) -> None:

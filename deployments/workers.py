@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -147,10 +148,12 @@ class DraftServer(_Worker):
         args: Keys of :class:`AppArgs` that a drafter goes by.
         num_torch_threads: Threads for torch on a CPU.
         num_gpus: GPUs that Ray gave this replica; a fraction is a part of one, and 0 is none.
+        problem: Why it can have no place that its args ask for; then it drafts nothing.
     """
 
-    def __init__(self, args: dict[str, Any], num_torch_threads: int, num_gpus: float) -> None:
-        self._given, self._args = args, AppArgs()
+    def __init__(self, args: dict[str, Any], num_torch_threads: int, num_gpus: float, problem: str = "") -> None:
+        self._started = ExitStack()
+        self._given, self._args, self._problem = args, AppArgs(), problem
         self._me, self._fingerprints, self._closers = replica_id(), UNKNOWN, []
         check_node()
         torch.set_num_threads(num_torch_threads)
@@ -159,10 +162,10 @@ class DraftServer(_Worker):
         self._machine: DrafterMachine | None = None
         self._steps = StepMetrics()
         self._vocabulary = self._failure = ""
+        self._told_s = 0.0
         self._has_tried = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._routers: list[ReplicaPoll] = []
-        self._started = ExitStack()
         self._say = self._started.enter_context(_startup())
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
@@ -189,12 +192,21 @@ class DraftServer(_Worker):
             self._go_by(args)
             self.dial_routers_of(applications)
 
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        self._started.close()  # with the line that says why there are no drafts
+        return super().__del__()
+
     def _fails(self, error: Exception) -> None:
         """Say why there are no drafts, where it is looked for."""
         self._failure = str(error) or repr(error)
         logger.error("There are no drafts: %s", self._failure, exc_info=not isinstance(error, SpecdecError))
-        self._say(f"{NO_DRAFTS}{self._failure}")
+        self._tell_failure()
         self._has_tried.set()
+
+    def _tell_failure(self) -> None:
+        """Leave it for ``/health``, which forgets what nobody repeats."""
+        self._told_s = time.monotonic()
+        self._say(f"{NO_DRAFTS}{self._failure}")
 
     async def _load(self) -> None:
         """Load the model, and draft; what fails is tried again, after twice the time."""
@@ -233,6 +245,8 @@ class DraftServer(_Worker):
 
     def _built(self) -> DraftBackend:
         args, say = self._args, self._say
+        if self._problem:
+            raise InvalidParameterError("args", self._problem)
         if not args.has_own_draft:
             raise InvalidParameterError("draft.model", "draft.model: the application's args name no draft model")
         self._vocabulary = _vocabulary(args)
@@ -253,6 +267,8 @@ class DraftServer(_Worker):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_tried.wait(), START_TIMEOUT_S)
         await super().check_health()
+        if self._machine is None and self._failure and time.monotonic() - self._told_s > MAX_RETRY_S:
+            self._tell_failure()
         if self._machine is not None and self._failure:  # a new replica loads for the other one
             raise InvalidParameterError("target", f"target: {self._failure}")
 

@@ -24,7 +24,7 @@ import psutil
 from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.environment import prepare_for_ray
 from cluster.config.names import APPLICATION_NAME, INGRESS, LOCAL_APPLICATIONS, STATUS, STATUS_PARTS, loads_model
-from cluster.launch.placement import placement_of, ray_devices
+from cluster.launch.placement import placement_of, ray_devices, with_pair_placed
 from cluster.launch.replicas import PATIENCE_S, ask_running
 from cluster.launch.startup import NO_DRAFTS, starting
 from cluster.launch.supervise import is_alive
@@ -181,9 +181,8 @@ class LocalService:
             logging_config={**serves_log(self._config), "log_level": self._config.log_level.upper()},
         )
         self._report("Serve is up")
-        args = self._config.app_args()
-        placement = placement_of(args, ray_devices(), can_grow=False)
-        for remark in placement.remarks:
+        args, devices = self._config.app_args(), ray_devices()
+        for remark in placement_of(with_pair_placed(args, devices), devices, can_grow=False).remarks:
             self._report(remark)
         built, log = load_builder(self._application)(args), serves_log(args)
         self._applications = tuple(built)

@@ -99,7 +99,7 @@ def gpus_per_replica(role: Role, model: ModelConfig, options: ActorOptions) -> G
         InvalidParameterError: Two of the keys contradict each other.
     """
     own = _of_model(role, model)
-    asked, key = options.num_gpus, f"{actor_key(role)}.num_gpus"
+    asked, key = options.num_gpus, f"actors.{role}.num_gpus"
     if asked is None:
         return own
     if asked > 1 and asked != int(asked):
@@ -143,7 +143,7 @@ def _of_model(role: Role, model: ModelConfig) -> GpuDemand:
         key = f"{role}.device" if model.device_map is None else f"{role}.device_map"
         raise InvalidParameterError(
             key,
-            f"{key}: {device}: a replica sees its own GPU alone, as the first: say cuda; {actor_key(role)} says where",
+            f"{key}: {device}: a replica sees its own GPU alone, as the first: say cuda; actors.{role} says where",
         )
     return GpuDemand(None, "gpu")
 
@@ -376,7 +376,7 @@ def _cpus(
     share = equal_share(devices.num_cpus - said, sum(worker.count for worker in to_choose))
     # Where nodes are to come, a worker still asks for a core: it must not land on a head node that has none.
     if not can_grow and (said > devices.num_cpus or (to_choose and not share)):
-        key = f"{actor_key((to_choose or list(workers))[0].role)}.num_cpus"
+        key = f"actors.{(to_choose or list(workers))[0].role}.num_cpus"
         raise InvalidParameterError(
             key, f"{key}: {said:g} cores are asked for by actors, and there are {devices.num_cpus:g}: ask for fewer"
         )
@@ -425,11 +425,6 @@ def _remarks(
         yield f"{num_workers} workers share {devices.num_cpus:g} core(s): {cpus:g} of one each"
 
 
-def actor_key(role: Role) -> str:
-    """The section that says what one replica asks of Ray."""
-    return f"{role}.actor" if "." in role else f"actors.{role}"
-
-
 def _refused(worker: _Worker, text: str) -> InvalidParameterError:
-    key = f"{actor_key(worker.role)}.num_gpus"
+    key = f"actors.{worker.role}.num_gpus"
     return InvalidParameterError(key, f"{key}: {text}")

@@ -58,7 +58,8 @@ def test_one_machine_has_both_and_places_them_together(deployed: dict[str, tuple
     assert list(built) == ["specdec", "specdec-draft"]
     assert deployed[TARGET][0].draft.application == "specdec-draft"
     assert (deployed[TARGET][2], deployed[DRAFT][2]) == (1.0, 1.0)
-    given, num_torch_threads, _ = deployed[DRAFT]
+    given, num_torch_threads, _, problem = deployed[DRAFT]
+    assert problem == ""
     assert (given, num_torch_threads) == ({"block_size": 32}, 1)
     assert list(app.build_local(AppArgs(num_speculative_tokens=0, draft=DraftConfig(method="ngram")))) == ["specdec"]
 
@@ -70,6 +71,8 @@ def test_one_machine_has_both_and_places_them_together(deployed: dict[str, tuple
         ({"draft": {"model": "d", "revision": 7}}, 0.0),
         ({"nonsense": 1}, 0.0),
         ({"draft": {"device": "cpu"}, "actors": {"draft": {"num_gpus": 1}}}, 0.0),
+        ({"draft": None}, 0.0),
+        ({"draft": ["d"]}, 0.0),
     ],
 )
 def test_the_drafts_builder_refuses_nothing(
@@ -77,8 +80,9 @@ def test_the_drafts_builder_refuses_nothing(
 ) -> None:
     """KubeRay would wait for it: its replica says what is wrong."""
     app.build_draft(args)
-    (given, _, found), *others = deployed.values()
+    (given, _, found, problem), *others = deployed.values()
     assert (given, found, others) == (args, num_gpus, [])
+    assert bool(problem) is not bool(num_gpus)
 
 
 def test_a_drafter_goes_by_its_own_keys_and_its_targets_tokenizer() -> None:

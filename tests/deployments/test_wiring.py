@@ -121,8 +121,8 @@ def test_a_router_knows_drafters_by_their_application(started: dict[str, Any], m
     assert started["machine"].worker_metrics()["D"][0] == "drafter"
 
 
-async def draft_server(**keys: Any) -> workers.DraftServer:
-    server = workers.DraftServer({"backend": SCRIPTED, "num_speculative_tokens": 2, **keys}, 1, 1.0)
+async def draft_server(problem: str = "", **keys: Any) -> workers.DraftServer:
+    server = workers.DraftServer({"backend": SCRIPTED, "num_speculative_tokens": 2, **keys}, 1, 1.0, problem)
     server._host = None
     return server
 
@@ -153,6 +153,7 @@ async def test_a_drafter_serves_the_applications_that_its_user_config_names(
         ({"nonsense": 1}, "nonsense"),
         ({"draft": {"model": "/nowhere"}}, "draft.model"),
         ({"draft": {"method": "ngram"}}, "name no draft model"),
+        ({"problem": "num_gpus must be"}, "num_gpus must be"),
     ],
 )
 async def test_a_draft_that_cannot_be_loaded_fails_no_start_and_says_why(
@@ -165,7 +166,12 @@ async def test_a_draft_that_cannot_be_loaded_fails_no_start_and_says_why(
     assert words in server._failure
     assert said[-1] == f"{NO_DRAFTS}{server._failure}"
     assert (await server._metrics())["draft_failed"] == 1
+    said.clear()
     await server.check_health()
+    assert said == []
+    server._told_s = float("-inf")
+    await server.check_health()
+    assert said == [f"{NO_DRAFTS}{server._failure}"], "what nobody repeats is forgotten"
     assert not started
 
 
