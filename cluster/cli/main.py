@@ -21,7 +21,7 @@ COMMANDS = {
     "audition": (audition, "say what drafts would have earned on recorded answers, without the target"),
     "train-draft": (train_draft, "train a draft model on recorded answers, and say whether it is better"),
     "config": (config, "print the configuration that is in force"),
-    "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
+    "render": (render, "write Serve's YAML, or a RayService for KubeRay, from a configuration"),
     "demo": (demo, "put demo models on this machine that are not part of the package"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import math
 import sys
@@ -113,8 +114,8 @@ class _Service:
             return [choice["recording"] for choice in answer["choices"]]
         except urllib.error.HTTPError as error:
             return f"HTTP {error.code}: {_reason(error.read())}"
-        except OSError as error:
-            return str(error)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return str(error) or repr(error)
         except KeyError as error:
             return f"the answer has no {error}: is this a service of this version?"
 

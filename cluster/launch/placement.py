@@ -234,7 +234,7 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
     Args:
         args: The configuration.
         devices: What there is now.
-        has_target: Whether targets are deployed; a pool has none.
+        has_target: Whether targets are deployed; a draft's application has none.
         can_grow: Whether nodes may still come: then what is asked for and is not there is waited for. Else it is
             refused.
 

@@ -83,13 +83,17 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
 def _num_entries(job: Job, delta: SampleDelta) -> int:
     """How many log probabilities and tokens are to be written of a piece."""
     of_prompt = len(delta.prompt_logprobs or ()) * (1 + (job.body.num_prompt_logprobs or 0))
-    return of_prompt + len(delta.logprobs or ()) * (1 + (job.body.num_logprobs or 0)) + len(delta.token_ids)
+    of_outputs = len(delta.logprobs or ()) * (1 + (job.body.num_logprobs or 0)) + len(delta.token_ids)
+    kept = delta.recording
+    if kept is not None:
+        lists = kept.prompt_token_ids, kept.output_token_ids, kept.prediction_token_ids
+        of_outputs += sum(map(len, lists)) + len(kept.sampling.allowed_token_ids or ())
+    return of_prompt + of_outputs
 
 
 def _num_prompt_ids(job: Job) -> int:
     """How many token ids of prompts are to be written: each choice tells its own."""
-    num_times = bool(job.body.return_token_ids) + bool(job.body.return_recording)
-    return job.num_prompt_tokens * job.num_samples * num_times
+    return job.num_prompt_tokens * job.num_samples * bool(job.body.return_token_ids)
 
 
 class StreamedAnswer(Response):

@@ -90,9 +90,9 @@ _ENTRY_KEYS = {"lora_name": "name", "lora_path": "path", "draft_lora_path": "dra
 """Keys of an entry of ``lora.adapters`` by the parameters of a request that loads an adapter."""
 _ENCODE = msgspec.json.encode
 _DECODE = msgspec.json.Decoder(tuple[str, Adapter, Adapter | None]).decode
+"""In the store: the fingerprint of the model that an adapter was checked against, and both adapters."""
 _UNLOADED = b""
 """In the store: an administrator has unloaded the adapter, and nobody looks for it in the folder."""
-"""In the store: the fingerprint of the model that an adapter was checked against, and both adapters."""
 
 
 def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, ...]:

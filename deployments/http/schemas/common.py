@@ -46,7 +46,7 @@ class SamplingBody(Body):
     """How tokens are chosen; null and absent mean the same: the model's default, or OpenAI's.
 
     Attributes:
-        model: Name of the target or the draft.
+        model: Name of the target or of an adapter.
         seed: Makes the answer reproducible; drawn where absent.
         stop: Strings that end the text; they are not part of it.
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
