@@ -260,7 +260,7 @@ class AppArgs(StrictModel):
     )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",
-        description="unknown fields of requests: ignored and named in a header, or a 400",
+        description="unknown fields of requests: ignored, counted and logged once each, or a 400",
     )
     unsupported_tools: Literal["refuse", "drop"] = Field(
         "refuse",

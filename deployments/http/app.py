@@ -95,10 +95,7 @@ def create_app(
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[
-                *("x-request-id", "retry-after", "x-should-retry"),
-                *("x-specdec-ignored-fields", "x-specdec-warning"),
-            ],
+            expose_headers=["x-request-id", "retry-after", "x-should-retry", "x-specdec-warning"],
         )
     app.add_middleware(TrackRequests, settings=settings, observer=observer)
     for router in (completions.router, responses.router, pages.router, *((pages.ui_router,) if settings.ui else ())):

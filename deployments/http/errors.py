@@ -158,9 +158,6 @@ def _invalid_body(errors: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body, with the name of the field."""
     first = errors[0]
     path = [part for part in first["loc"][1:] if part not in _UNION_LABELS and not str(part).startswith("<")]
-    if first["type"] == "unknown_field":
-        name = dotted([*path, first["ctx"]["field"]])
-        return ApiError(400, f"unknown field {name!r}{first['msg']}", param=name, code="unknown_parameter")
     if "field" in first.get("ctx", {}):
         path.append(first["ctx"]["field"])
     param = dotted(path) if path else None

@@ -1,13 +1,10 @@
-"""Fields that a request has and that have no effect: said in a header, counted, and logged once each."""
+"""Fields that a request has and that have no effect: counted, and logged once each."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from itertools import chain
-from urllib.parse import quote
-
-from fastapi import Response
 
 from deployments.http.errors import ApiError
 from deployments.http.observer import Observer
@@ -16,8 +13,8 @@ from deployments.http.service import UnknownFields
 
 _logger = logging.getLogger("ray.serve")
 
-HEADER = "x-specdec-ignored-fields"
 _MOST_NAMED = 32
+"""Of one body."""
 _MOST_CHARACTERS = 64
 _MOST_LOGGED = 256
 """Different unknown names that are logged: clients could send any number of them. They are counted as ``other``."""
@@ -36,8 +33,8 @@ class IgnoredFields:
         self._observer = observer
         self._seen: set[str] = set()
 
-    def names(self, body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
-        """The ignored fields of a body, each once, in a form that fits into a header.
+    def note(self, body: Body, others: Iterable[str] = ()) -> None:
+        """Count and log the ignored fields of a body, each once.
 
         Args:
             body: It.
@@ -48,7 +45,7 @@ class IgnoredFields:
         """
         names: dict[str, bool] = {}
         for field, is_known in chain(((name, True) for name in others), ignored_fields(body)):
-            name = quote(field[:_MOST_CHARACTERS], safe="[]")
+            name = field[:_MOST_CHARACTERS]
             if not is_known and self._unknown == "refuse":
                 raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_parameter")
             names[name] = is_known
@@ -56,17 +53,9 @@ class IgnoredFields:
                 break
         for name, is_known in names.items():
             self._count(name, is_known)
-        return tuple(names)
 
     def _count(self, name: str, is_known: bool) -> None:
         if name not in self._seen and (is_known or len(self._seen) < _MOST_LOGGED):
             self._seen.add(name)
-            _logger.info("requests have the field %s, which has no effect here", name)
+            _logger.info("requests have the field %r, which has no effect here", name)
         self._observer.ignored_field(name if is_known else "other")
-
-
-def with_ignored(response: Response, names: tuple[str, ...]) -> Response:
-    """The response, naming the fields that had no effect on it."""
-    if names:
-        response.headers[HEADER] = ", ".join(names)
-    return response

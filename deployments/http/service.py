@@ -172,9 +172,8 @@ class ApiSettings:
         tool_parser: How the model writes tool calls: ``auto``, or as
             :class:`specdec.structured.parsing.selection.AnswerForms` says.
         reasoning_tags: Around its reasoning: ``auto``, ``none``, or both with a comma between them.
-        unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
-            answers 400.
-        unsupported_tools: What becomes of tools of responses that are no functions: ``drop`` names them in a header,
+        unknown_fields: What becomes of fields that nobody knows: ``ignore`` logs each once, ``refuse`` answers 400.
+        unsupported_tools: What becomes of tools of responses that are no functions: ``drop`` leaves them out,
             ``refuse`` answers 400.
         allowed_origins: Web pages that may call from a browser.
         ui: Serve the page ``/ui``.

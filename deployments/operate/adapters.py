@@ -27,7 +27,6 @@ from cluster.models.sources import draft_source, target_source
 from deployments.http.answers import while_connected
 from deployments.http.api import ApiOf, ContextOf
 from deployments.http.errors import ApiError
-from deployments.http.ignored import with_ignored
 from deployments.http.schemas.fields import Body
 from deployments.http.service import ServedModel
 from deployments.http.store import NOTHING, Changes, Store
@@ -451,18 +450,18 @@ def add_adapter_routes(app: FastAPI, adapters: LoadedAdapters) -> None:
     async def load_lora_adapter(body: LoadAdapterBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
         paths = f"lora_path={body.lora_path!r} draft_lora_path={body.draft_lora_path!r}"
         api.check_admin(context, f"load_lora_adapter lora_name={body.lora_name!r} {paths}")
-        ignored = api.ignored.names(body)
+        api.ignored.note(body)
         load = adapters.load(body.lora_name, body.lora_path, body.draft_lora_path, bool(body.load_inplace))
         await while_connected(request.receive, load)
-        return with_ignored(PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is loaded."), ignored)
+        return PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is loaded.")
 
     @router.post("/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapterBody, api: ApiOf, context: ContextOf) -> Response:
         api.check_admin(context, f"unload_lora_adapter lora_name={body.lora_name!r}")
-        ignored = api.ignored.names(body)
+        api.ignored.note(body)
         if not await adapters.unload(body.lora_name):
             message = f"there is no adapter {body.lora_name!r} that was loaded"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
-        return with_ignored(PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is unloaded."), ignored)
+        return PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is unloaded.")
 
     app.include_router(router)

@@ -9,7 +9,6 @@ from deployments.http.answers import answer, while_connected
 from deployments.http.api import Api, ApiOf, ContextOf
 from deployments.http.conversation import conversation_tokens, ignored_by_template
 from deployments.http.formats import ChatWriter, CompletionWriter
-from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job, completion_job
 from deployments.http.schemas.chat import ChatBody, ChatMessages, CompletionBody, ConversationBody
 from deployments.http.schemas.fields import Body, TokenList
@@ -24,19 +23,19 @@ router = APIRouter(route_class=StrictJsonRoute)
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
     """Go on with a text."""
-    ignored = api.ignored.names(body)
+    api.ignored.note(body)
     await api.look_for(body.model)
     job = await while_connected(request.receive, completion_job(api, body, context))
-    return with_ignored(await answer(api, job, CompletionWriter(api, job), request), ignored)
+    return await answer(api, job, CompletionWriter(api, job), request)
 
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf, context: ContextOf) -> Response:
     """Go on with a conversation."""
-    ignored = api.ignored.names(body, ignored_by_template(api, body))
+    api.ignored.note(body, ignored_by_template(api, body))
     await api.look_for(body.model)
     job = await while_connected(request.receive, chat_job(api, body, context))
-    return with_ignored(await answer(api, job, ChatWriter(api, job), request), ignored)
+    return await answer(api, job, ChatWriter(api, job), request)
 
 
 @router.post("/invocations", response_model=None)
@@ -95,7 +94,7 @@ class DetokenizeBody(Body):
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     """The tokens of a text or a conversation."""
-    ignored = api.ignored.names(body)
+    api.ignored.note(body)
     body.check_together()
     await api.look_for(body.model)
     model = api.model(body.model)
@@ -109,13 +108,13 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
             answer["token_strs"] = [api.texts.text(token) for token in tokens]
         return Response(json_bytes(answer), media_type="application/json")
 
-    return with_ignored(await api.write(count, write), ignored)
+    return await api.write(count, write)
 
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     """The text of tokens, special ones included."""
-    ignored = api.ignored.names(body)
+    api.ignored.note(body)
     await api.look_for(body.model)
     model = api.model(body.model)
 
@@ -124,7 +123,7 @@ async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
             check_token_ids(body.tokens, model.vocab_size, "tokens")
         return JSONResponse({"prompt": api.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)})
 
-    return with_ignored(await api.write(len(body.tokens), write), ignored)
+    return await api.write(len(body.tokens), write)
 
 
 async def _tokens(api: Api, body: TokenizeBody) -> list[int]:

@@ -11,7 +11,6 @@ from deployments.http.answers import answer, while_connected
 from deployments.http.api import Api, ApiOf, ContextOf
 from deployments.http.conversation import conversation_tokens, ignored_by_template
 from deployments.http.errors import ApiError
-from deployments.http.ignored import with_ignored
 from deployments.http.job import chat_job
 from deployments.http.request_context import RequestContext
 from deployments.http.responses.items import (
@@ -44,7 +43,7 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, context: 
         (place, kind), *_ = body.other_tools()
         text = f"{place}.type must be 'function': {kind[:64]!r} is not supported"
         raise UnsupportedParameterError(f"{place}.type", text)
-    dropped = [f"tools.{kind}" for _, kind in body.other_tools()]
+    dropped = ["tools.type" for _ in body.other_tools()]
     body.check_together(has_store=api.store is not None)
     await api.look_for(body.model)
     record = await earlier_record(api, context, body)
@@ -63,11 +62,10 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, context: 
         turns = await while_connected(request.receive, _fitted(api, body, turns))
     chat = as_chat(body, turns)
     dropped += ["reasoning.effort" for _ in ignored_by_template(api, chat)]
-    ignored = api.ignored.names(body, dropped)
+    api.ignored.note(body, dropped)
     with named_as_sent(turns):
         job = await while_connected(request.receive, chat_job(api, chat, context))
-        answered = await answer(api, job, ResponseWriter(api, job, body, kept), request)
-    return with_ignored(answered, ignored)
+        return await answer(api, job, ResponseWriter(api, job, body, kept), request)
 
 
 async def _fitted(api: Api, body: ResponsesBody, turns: Turns) -> Turns:

@@ -54,21 +54,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # of our own, before
     "acceptance": (),
     "receipt": (False,),
-    # llama.cpp
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "typical_p": (1,),
-    "typ_p": (1,),
-    "tfs_z": (1,),
-    "top_n_sigma": (-1, 0),
-    "dynatemp_range": (0,),
+    # llama.cpp: other names of what is served
     "repeat_penalty": (1,),
     "n_predict": (-1,),
     "n_probs": (0,),
     "grammar": ("",),
     "json_schema": (),
-    "samplers": ([],),
 }
 """Fields that would change the answer, each with the values that change nothing; null is always one of them."""
 
@@ -98,12 +89,6 @@ IGNORED: frozenset[str] = frozenset(
         # vLLM: they steer what is not on, or what has no effect on the answer
         *("guided_decoding_backend", "separate_reasoning"),
         *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "detokenize"),
-        # llama.cpp: parameters of samplers that are refused unless they are off, and of its own cache and slots
-        *("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-        *("dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalty_last_n"),
-        # text-generation-webui: without it, a misspelt `model`
-        "mode",
-        *("cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress", "reasoning_format"),
     }
 )
 """Fields that are ignored under every configuration: they promise nothing about the text."""
@@ -178,46 +163,6 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
 
 
-class Names:
-    """Known names of one kind of body, and which of them a misspelt one means.
-
-    Args:
-        names: All of them.
-    """
-
-    _LEAST = 4
-    """Shorter names are all alike."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self._most = max(map(len, names), default=0) + 1
-        self._by_part: dict[str, list[str]] = {}
-        for name in sorted(names):
-            for part in _parts(name):
-                self._by_part.setdefault(part, []).append(name)
-
-    def nearest(self, name: str) -> str | None:
-        """The known name that is one edit away: a letter more, less, another, or two that have changed places."""
-        if not self._LEAST <= len(name) <= self._most:
-            return None
-        near = (known for part in _parts(name) for known in self._by_part.get(part, ()))
-        return next((known for known in near if _is_one_edit(name, known)), None)
-
-
-def _parts(name: str) -> set[str]:
-    """A name, and what is left of it without one of its letters: two names one edit apart share one of these."""
-    return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}
-
-
-def _is_one_edit(a: str, b: str) -> bool:
-    if len(a) > len(b):
-        a, b = b, a
-    i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    if len(a) < len(b):
-        return a[i:] == b[i + 1 :]
-    return a[i + 1 :] == b[i + 1 :] or (a[i : i + 2] == b[i : i + 2][::-1] and a[i + 2 :] == b[i + 2 :])
-
-
-_MOST_SHOWN = 64
 MOST_PROMPTS = 4096
 MOST_STOPS = 1024
 """The configuration allows at most so many, of prompts (``limits.max_sequences``) as of stop strings."""
@@ -253,12 +198,6 @@ class Body(BaseModel):
                 continue
             if name in cls.refused_unless:
                 _check_neutral(name, value, cls.refused_unless[name], cls.replaced.get(name))
-                continue
-            near = _names(cls).nearest(name)
-            if near is not None:
-                raise PydanticCustomError(
-                    "unknown_field", "; did you mean {near}?", {"field": name[:_MOST_SHOWN], "near": repr(near)}
-                )
         return data
 
 
@@ -275,11 +214,6 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], instead: str
 def _served(body: type[Body]) -> frozenset[str]:
     """Fields by the names that requests give them."""
     return frozenset(field.alias or name for name, field in body.model_fields.items())
-
-
-@cache
-def _names(body: type[Body]) -> Names:
-    return Names(_served(body) | frozenset(body.refused_unless) | body.ignored)
 
 
 def ignored_fields(body: Body, path: str = "") -> Iterator[tuple[str, bool]]:

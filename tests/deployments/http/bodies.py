@@ -146,15 +146,11 @@ COMPLETIONS: dict[str, Sent] = {
     "sglang: defaults": Sent({"regex": "", "ebnf": "", "no_stop_trim": False, "rid": "1", "lora_path": None}),
     "sglang: regex": Sent({"regex": "a+"}, "regex"),
     "llama.cpp: all at their default": Sent(LLAMA_DEFAULTS),
-    "llama.cpp: mirostat": Sent({"mirostat": 2, "mirostat_tau": 5.0}, "mirostat"),
-    "llama.cpp: dry": Sent({"dry_multiplier": 0.8, "dry_sequence_breakers": ["\n"]}, "dry_multiplier"),
     "llama.cpp: n_predict": Sent({"n_predict": 64}, "n_predict"),
     "text-generation-webui": Sent({"typical_p": 1, "tfs": 1, "top_a": 0, "mode": "instruct", "preset": None}),
-    "text-generation-webui: typical": Sent({"typical_p": 0.9}, "typical_p"),
     "guidellm": Sent({"max_tokens": 32, "ignore_eos": True, "stop": None, **GUIDELLM}),
     "lm-eval": Sent({"prompt": ["def add"], "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234, "stop": None}),
     "litellm": Sent({"max_tokens": 9, "metadata": {"user_api_key": "x"}, "drop_params": True, "num_retries": 2}),
-    "a misspelt field": Sent({"max_token": 9}, "max_token"),
 }
 
 CHATS: dict[str, Sent] = {
@@ -256,7 +252,6 @@ CHATS: dict[str, Sent] = {
     "vllm: guided JSON": Sent({"guided_json": SCHEMA}),
     "llama.cpp: the page in the browser": Sent({**LLAMA_DEFAULTS, "stream": True, "reasoning_format": "auto"}),
     "llama.cpp: grammar": Sent({"grammar": 'root ::= "a"'}, "grammar"),
-    "llama.cpp: xtc": Sent({"xtc_probability": 0.5}, "xtc_probability"),
     "guidellm": Sent({"max_completion_tokens": 32, "ignore_eos": True, "stop": None, **GUIDELLM}),
     "open-webui": Sent(
         {"stream": True, "session_id": "s", "chat_id": "c", "id": "i", "background_tasks": {}, "features": {}}

@@ -19,7 +19,6 @@ from .test_api_table import rows
 
 ENTRY = TokenLogprobs(-0.5, 1, ((5, -0.5), (6, -1.0), (7, -1.5), (8, -2.0), (9, -2.5)))
 NOT_BY_THE_TABLE = {
-    "max_token": "unknown_parameter",
     "messages[0].content[0].type": "unsupported_parameter",
     "tools[0].type": "unsupported_parameter",
     "tool_choice": "invalid_value",

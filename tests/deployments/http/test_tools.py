@@ -265,7 +265,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
     ({"tools": [LIST]}, "tools[0].function.parameters", ""),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strikt": 1}}]}, "tools[0].function.strikt", "strict"),
     ({"tools": []} | {"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": None} | {"tool_choice": NAMED}, "tool_choice", "needs tools"),
     ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "'weather'"),
