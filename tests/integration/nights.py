@@ -14,8 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -23,11 +22,10 @@ from urllib.request import Request, urlopen
 import yaml
 
 from benchmarks.better_draft import shuffled
-from cluster.config.environment import prepare_for_ray
 from specdec.audition.recording import Sample, read_recording, write_recording
 from specdec.audition.training import split
 from tests.integration.kills import Comparison, Streams
-from tests.integration.running import ROOT, eventually, free_port
+from tests.integration.running import ROOT, eventually, free_port, serve_node
 
 LENGTH = 5
 """Draft tokens of a round."""
@@ -168,28 +166,6 @@ def _program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-@contextmanager
-def serve_node() -> Iterator[str]:
-    """A Ray node; yields the address of its dashboard."""
-    prepare_for_ray()
-    import ray
-
-    context = ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=free_port(),
-        object_store_memory=256 << 20,
-        logging_level="error",
-        log_to_driver=False,
-    )
-    try:
-        yield f"http://{context.dashboard_url}"
-    finally:
-        ray.shutdown()
-
-
 def changed_target(service: Service, samples: Sequence[Sample]) -> None:
     """A night after the target has changed, under streams."""
     held_out = split(samples)[1][:48]
@@ -250,7 +226,7 @@ def main() -> None:
         options.target
     ]
     samples = list(read_recording(options.work / f"of_{options.target}"))[: options.num_samples]
-    with serve_node() as node:
+    with serve_node(num_cpus=4) as node:
         run(Service(options.out.resolve(), target.resolve(), demo / "draft", node), samples)
 
 

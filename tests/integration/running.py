@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
@@ -144,6 +144,33 @@ class RunningService:
             self.lines.append(line)
             if "Try it:" in line:
                 self._ready.set()
+
+
+@contextmanager
+def serve_node(num_cpus: int) -> Iterator[str]:
+    """A Ray node in this process; yields the address of its dashboard, to which ``serve deploy`` speaks."""
+    from cluster.config.environment import prepare_for_ray
+
+    before = dict(os.environ)
+    prepare_for_ray()
+    import ray
+
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            dashboard_port=free_port(),
+            object_store_memory=256 << 20,
+            logging_level="error",
+            log_to_driver=False,
+        )
+        yield f"http://{context.dashboard_url}"
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def serve_deploy(text: str, address: str, folder: Path) -> None:

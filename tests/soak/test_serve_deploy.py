@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 import urllib.error
 import urllib.request
@@ -16,14 +15,13 @@ import pytest
 import yaml
 
 from cluster.cli.render import serve_yaml
-from cluster.config.environment import prepare_for_ray
 from cluster.config.limits import ResponsesStore
 from cluster.launch.local import check_port
 from cluster.models.demos import demo_folder
 from specdec import ModelSource
 from specdec.models.describe import linear_shapes
 from tests.integration.kills import Comparison, Streams
-from tests.integration.running import eventually, serve_deploy
+from tests.integration.running import eventually, serve_deploy, serve_node
 from tests.specdec.adapters import write_adapter
 
 SERVICE = {"demo": "plain"}
@@ -34,25 +32,9 @@ STATUS_DEPLOYMENTS = {"Health", "Metrics"}
 
 @pytest.fixture(scope="module")
 def node():
-    """A Ray node; yields the address of its dashboard."""
-    before = dict(os.environ)
-    prepare_for_ray()
-    import ray
-
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=check_port("127.0.0.1", 0),
-        object_store_memory=256 << 20,
-        logging_level="error",
-        log_to_driver=False,
-    )
-    yield f"http://{context.dashboard_url}"
-    ray.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
+    """The address of a Ray node's dashboard."""
+    with serve_node(num_cpus=2) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -178,23 +160,26 @@ UPDATES = (
     ("a limit", 0, {"user_config": {"limits": {"max_reopens": 5}}}, set()),
     ("log level", 1, {"user_config": {"log_level": "debug"}}, set()),
     ("a draft that cannot be loaded", 1, {"args": {"draft": {"kv_cache_memory": "1KiB"}}}, {"DraftServer"}),
-    ("the draft of before", 1, {"args": {"draft": {}}}, {"DraftServer"}),
+    ("the draft of before", 1, {"args": {"draft": None}}, {"DraftServer"}),
     ("the target", 0, {"args": {"block_size": 32}}, SERVICES),
 )
-"""What an update changes, the application that it is of, how, and the deployments whose replicas are others then."""
+"""What an update changes, the application that it is of, how (None takes a key away), and the deployments whose
+replicas are others then."""
 
 
 @pytest.mark.timeout(1800)
-def test_an_update_of_either_application_breaks_no_stream_and_restarts_nothing_of_the_other(
+def test_an_update_of_either_application_breaks_no_stream_refuses_nobody_and_restarts_nothing_of_the_other(
     rendered, node, deployed, tmp_path
 ):
+    short = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1}
     streams = Streams(deployed, "specdec-demo", count=16, max_tokens=300)
     with streams.running() as wait:
         undisturbed = wait()
     config = yaml.safe_load(rendered)
     for what, index, changes, others in UPDATES:
         before, application = replicas(), config["applications"][index]
-        application["args"] |= changes.get("args", {})
+        args = application["args"] | changes.get("args", {})
+        application["args"] = {key: value for key, value in args.items() if value is not None}
         for deployment in application["deployments"]:
             deployment["user_config"] |= changes.get("user_config", {})
         with streams.running() as wait:
@@ -205,7 +190,10 @@ def test_an_update_of_either_application_breaks_no_stream_and_restarts_nothing_o
         assert not compared.broken, (what, [stream.error for stream in ended])
         assert compared.is_exact, what
 
-        def restarted(before=before):
+        statuses = set()
+
+        def restarted(before=before, statuses=statuses):
+            statuses.add(status_of(deployed, short))
             after = replicas()
             return {before[pid] for pid in before.keys() - after.keys()} | {
                 after[pid] for pid in after.keys() - before.keys()
@@ -214,6 +202,7 @@ def test_an_update_of_either_application_breaks_no_stream_and_restarts_nothing_o
         with suppress(AssertionError):
             eventually(lambda others=others: restarted() == others, DEPLOY_TIMEOUT_S, "all replicas are others")
         assert restarted() == others, what
+        assert statuses == {200}, what
         for name in ("specdec", "specdec-draft"):
             eventually(
                 lambda name=name: application_status(name)[0] == "RUNNING",
