@@ -24,8 +24,6 @@ from cluster.config.models import ModelConfig, mib
 from cluster.launch.placement import Devices, Placement, placement_of, with_pair_placed
 from cluster.models.download import fetch_models
 from specdec.core.errors import InvalidParameterError, SpecdecError
-from specdec.drafting.length import StepTime, StepTimes
-from specdec.drafting.modes import Bounds, Conditions, paces
 from specdec.engine.shares import on_one_gpu
 from specdec.models.host_memory import host_memory
 
@@ -195,7 +193,7 @@ def _pair_lines(args: AppArgs, target: ModelSource, draft: ModelSource, step_sha
     yield Line("pair", f"fits together: {pair.num_shared_tokens} tokens in common")
     yield from (Line("pair", note) for note in pair.notes)
     if step_share is not None:
-        yield Line("pair", steps_line(step_share, args.is_paired))
+        yield Line("pair", steps_line(step_share))
 
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
@@ -248,27 +246,10 @@ def report(lines: Iterable[Line]) -> Iterator[str]:
         before = about
 
 
-EXPECTED_RATES = (0.6, 0.7, 0.8)
-"""Shares of draft tokens that are accepted, for which it is said what to expect."""
-
-
-def steps_line(share: float, is_paired: bool = False) -> str:
-    """How the draft's step stands to the target's, timed with nothing beside them, and what to expect of it."""
+def steps_line(share: float) -> str:
+    """How the draft's step stands to the target's, timed with nothing beside them."""
     takes = f"the draft's step takes {share:.2f} of the target's"
-    if share >= 1:
-        return f"{takes}: too slow to help: take a smaller draft, or a faster device"
-    target, draft = (StepTimes((StepTime(1, 1, seconds, 1),)) for seconds in (1.0, share))
-    alone = Conditions(target, target, draft, 1, 1, round_trip_s=0.0)
-
-    def gains(bounds: Bounds) -> str:
-        best = (max(paces(alone, rate, bounds).values()) for rate in EXPECTED_RATES)
-        return " / ".join(f"{gain:.1f}" for gain in best)
-
-    where = f"where {' / '.join(map(str, EXPECTED_RATES))} of its tokens are accepted"
-    in_turn = gains(Bounds(modes=frozenset({"sequential"})))
-    if is_paired:
-        return f"{takes}; {where}, in turn: at most {in_turn} times plain at one stream"
-    return f"{takes}; {where}: at most {gains(Bounds())} times plain at one stream, in turn {in_turn}"
+    return f"{takes}: too slow to help: take a smaller draft, or a faster device" if share >= 1 else takes
 
 
 def machine_lines(machine: Hardware) -> Iterator[Line]:

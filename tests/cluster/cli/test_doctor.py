@@ -96,12 +96,8 @@ def test_both_models_in_one_process_have_caches_for_as_many_tokens(
         assert lengths[0] == pytest.approx(lengths[1])
 
 
-def test_what_a_draft_gains_follows_from_its_step_and_one_that_is_no_shorter_is_called_too_slow() -> None:
-    gains = "at most 2.3 / 2.8 / 3.5 times plain at one stream, in turn 1.4 / 1.6 / 1.9"
-    where = "where 0.6 / 0.7 / 0.8 of its tokens are accepted"
-    assert steps_line(0.2) == f"the draft's step takes 0.20 of the target's; {where}: {gains}"
-    in_turn = "at most 1.4 / 1.6 / 1.9 times plain at one stream"
-    assert steps_line(0.2, is_paired=True).endswith(f"{where}, in turn: {in_turn}")
+def test_a_draft_whose_step_is_no_shorter_is_called_too_slow() -> None:
+    assert steps_line(0.2) == "the draft's step takes 0.20 of the target's"
     assert "too slow to help: take a smaller draft" in steps_line(1.0)
 
 
