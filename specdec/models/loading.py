@@ -419,7 +419,8 @@ def _from_pretrained(loader: Any, source: ModelSource, bar: Bar | None = None, *
             reason = "it needs code of its own, which is not run"
         elif isinstance(error, OSError) and "safetensors" in reason and "-of-" not in reason:
             reason = "it has no safetensors; other formats are not read"
-        raise ModelLoadError(f"cannot load {source.path}: {reason}") from error
+        where = source.path if source.revision is None else f"{source.path} at revision {source.revision}"
+        raise ModelLoadError(f"cannot load {where}: {reason}") from error
 
 
 def _load_weights(
