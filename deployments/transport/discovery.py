@@ -2,7 +2,7 @@
 
 Calls to one replica, and the list of replicas, through Serve's request router.
 
-Serve pickles this class by value into every process that has a handle, so this module must hold nothing that is shared.
+Serve pickles this class by value into each process that has a handle; ``process_board`` by name, so it is shared there.
 
 Deployment options that links need, with the reasons.
 """
@@ -35,10 +35,11 @@ DeploymentKey = tuple[str, str]
 
 
 class ReplicaBoard:
-    """The newest list of replica ids of each deployment, and who wants to know; for any thread."""
+    """The newest list of replica ids of each deployment, who wants to know, and what links hold; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._held: dict[bytes, str] = {}
         self._listed: dict[DeploymentKey, frozenset[str]] = {}
         self._listeners: dict[DeploymentKey, list[ReplicaListener]] = defaultdict(list)
 
@@ -59,6 +60,21 @@ class ReplicaBoard:
             known = self._listed.get(key)
         if known is not None:
             listener(known)
+
+    def hold(self, link: bytes, replica: str) -> None:
+        """Keep a replica within reach while there is this link to it, whether it is listed or not."""
+        with self._lock:
+            self._held[link] = replica
+
+    def release(self, link: bytes) -> None:
+        """A link has ended; idempotent."""
+        with self._lock:
+            self._held.pop(link, None)
+
+    def held(self) -> frozenset[str]:
+        """Replicas that a link holds."""
+        with self._lock:
+            return frozenset(self._held.values())
 
 
 @functools.cache
@@ -133,7 +149,12 @@ class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
     Calls without a session, or with one that names no live replica, go to the less busy of two random replicas. So a
     pinned call can reach another replica than the one meant: Serve offers no way to fail it here that does not leave
     a routing task behind, so the callee compares (see ``Hello``).
+
+    Serve lists a replica that is to stop no more, and waits until its requests have ended. Pinned calls go on reaching
+    it while a link holds it.
     """
+
+    _unlisted: frozenset[ReplicaID] = frozenset()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -145,11 +166,20 @@ class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
             pinned = [r for r in candidate_replicas if r.replica_id.unique_id == meant]
             if pinned:
                 return [pinned]
-        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        listed = [r for r in candidate_replicas if r.replica_id not in self._unlisted]
+        return [random.sample(listed, min(2, len(listed)))]
+
+    @property
+    def curr_replicas(self) -> dict[ReplicaID, RunningReplica]:
+        """Those that Serve lists: broadcasts go to them."""
+        return {name: replica for name, replica in self._replicas.items() if name not in self._unlisted}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take in Serve's new list."""
-        super().update_replicas(replicas)
+        """Take in Serve's new list, and keep what links hold."""
+        listed, held = {replica.replica_id for replica in replicas}, process_board().held()
+        kept = [r for name, r in self._replicas.items() if name not in listed and name.unique_id in held]
+        self._unlisted = frozenset(replica.replica_id for replica in kept)
+        super().update_replicas([*replicas, *kept])
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

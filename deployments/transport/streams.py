@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
-from deployments.transport.discovery import Discovery
+from deployments.transport.discovery import Discovery, process_board
 from deployments.transport.link import Channel, spawn
 from deployments.transport.wire import Hello, LinkError, encode
 
@@ -26,6 +26,7 @@ class StreamChannel:
         self._id = uuid.uuid4().bytes
         self._post = callees.pinned("post", hello.callee, stream=False)
         self._response = callees.pinned("link", hello.callee, stream=True).remote(self._id + encode(hello))
+        process_board().hold(self._id, hello.callee)
 
     async def send(self, frame: bytes) -> None:
         """Send a frame; see ``Channel``."""
@@ -47,6 +48,7 @@ class StreamChannel:
 
     def close(self) -> None:
         """End the stream."""
+        process_board().release(self._id)
         self._response.cancel()
 
 
@@ -113,3 +115,8 @@ class StreamAnswerer:
             return _UNKNOWN
         channel.inbox.put_nowait(data[_ID_BYTES:])
         return _KNOWN
+
+    def close(self) -> None:
+        """End all links."""
+        for channel in self._channels.values():
+            channel.close()

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.http_util import ASGIAppReplicaWrapper, MessageQueue
 from ray.serve._private.replica import UserCallableWrapper
 from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.metrics import Counter
-from ray.serve.request_router import ReplicaID
+from ray.serve.request_router import PendingRequest, ReplicaID
 
 from cluster.config.app import FILE
 from cluster.config.environment import RAY_SETTINGS
@@ -41,6 +41,7 @@ USED = {
     "._message_queue",
     "._record",
     "._deployment_id",
+    "._replicas",
     "._asgi_app",
     ".__serve_build_asgi_app__",
 }
@@ -168,6 +169,32 @@ async def test_a_request_router_tells_whose_replicas_it_is_given() -> None:
     router.update_replicas([])
     router.on_replica_actor_died(ReplicaID("x", DeploymentID("TargetServer", "service")))
     assert heard == [frozenset()]
+
+
+async def test_a_request_router_reaches_a_replica_that_is_listed_no_more_while_a_link_holds_it() -> None:
+    deployment, board, heard = DeploymentID("Router", "service"), process_board(), list[frozenset[str]]()
+    router = PinningRequestRouter(deployment, DeploymentHandleSource.UNKNOWN)
+    old, new = (SimpleNamespace(replica_id=ReplicaID(name, deployment)) for name in ("old", "new"))
+    board.subscribe(("service", "Router"), heard.append)
+
+    async def chosen(replica: str) -> list[Any]:
+        metadata = RequestMetadata("request", "request", session_id=replica)
+        (choice,) = await router.choose_replicas(router._replicas_list, PendingRequest([], {}, metadata))
+        return choice
+
+    board.hold(b"link", "old")
+    router.update_replicas([old])
+    router.update_replicas([new])
+    assert heard == [{"old"}, {"new"}]
+    assert list(router.curr_replicas.values()) == [new], "a broadcast would reach it"
+    assert await chosen("old") == [old]
+    assert await chosen("") == await chosen("another") == await chosen("new") == [new]
+    router.update_replicas([])
+    assert (await chosen("old"), await chosen("")) == ([old], [])
+    board.release(b"link")
+    router.update_replicas([new])
+    assert router._replicas_list == [new]
+    assert await chosen("old") == [new]
 
 
 def test_a_replica_awaits_a_coroutine_that_del_gives() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deployments.transport.discovery import process_board
 from deployments.transport.link import Channel, spawn
 from deployments.transport.streams import StreamAnswerer, dial_stream
 from deployments.transport.wire import WIRE_VERSION, Hello, LinkError, encode
@@ -46,6 +47,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.taken: list[Channel] = []
+        self.dialled: list[Channel] = []
         self.calls: list[Call] = []
         self.answerer = StreamAnswerer(self._answer)
         self._done = asyncio.Event()
@@ -67,6 +69,7 @@ class Ends:
 
     async def linked(self) -> tuple[Channel, Channel]:
         mine = await dial_stream(self, HELLO)
+        self.dialled.append(mine)
         await eventually(lambda: bool(self.taken))
         assert await self.taken[-1].receive() == encode(HELLO)
         return mine, self.taken[-1]
@@ -87,8 +90,8 @@ class Poster:
 async def ends() -> AsyncIterator[Ends]:
     ends = Ends()
     yield ends
-    for call in ends.calls:
-        call.cancel()
+    for mine in ends.dialled:
+        mine.close()
     await eventually(lambda: len(asyncio.all_tasks()) == 1)
 
 
@@ -117,6 +120,20 @@ async def test_the_callees_end_ends_the_link(ends: Ends) -> None:
         await mine.receive()
     with pytest.raises(LinkError, match="no such link"):
         await mine.send(b"late")
+
+
+async def test_a_callee_that_leaves_ends_all_links_and_each_holds_it_until_then(ends: Ends) -> None:
+    first, _ = await ends.linked()
+    ends.taken.clear()
+    second, _ = await ends.linked()
+    assert "r" in process_board().held()
+    ends.answerer.close()
+    for mine in (first, second):
+        with pytest.raises(LinkError, match="ended"):
+            await mine.receive()
+        assert "r" in process_board().held()
+        mine.close()
+    assert "r" not in process_board().held()
 
 
 async def test_the_callers_end_ends_the_link(ends: Ends) -> None:
