@@ -1,8 +1,9 @@
 """Mixins that make a deployment class an end of links; its own code gives the machine, and nothing else.
 
 Workers and ingress replicas dial every router that is listed; routers answer. So only routers have to be reachable,
-and a worker or an ingress that drains, and is listed no more, keeps its links. Deployments must be deployed with the
-options of ``deployments.transport.discovery``.
+and a worker or an ingress that drains, and is listed no more, keeps its links. So does a router, until every ingress
+has gone to another of its model, or has stopped. Deployments must be deployed with the options of
+``deployments.transport.discovery``.
 
 Keeping links up: who is dialled, and when again.
 """
@@ -46,7 +47,7 @@ LOOP_TIMEOUT_S = 60.0
 class PeerLinks:
     """Dials every replica that is listed, and again when its link is lost.
 
-    A replica that is listed no more is dialled no more, but a link that is up stays until it ends by itself: the
+    A replica that is listed no more is dialled no more, but a link that is up stays, unless it ``moves_on``: the
     replica may be draining, or the list may be wrong while Serve's controller recovers.
 
     Args:
@@ -56,6 +57,7 @@ class PeerLinks:
             refused is listed no more.
         times: Pauses between attempts.
         on_refused: Called when a peer is found to be of another model.
+        moves_on: Whether a link to a replica that is listed no more ends when there is one to a listed replica.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class PeerLinks:
         on_lost: PeerEvent,
         times: LinkTimes,
         on_refused: PeerEvent | None = None,
+        *,
+        moves_on: bool = False,
     ) -> None:
         self._dial = dial
+        self._moves_on = moves_on
         self._on_refused = on_refused
         self._on_linked = on_linked
         self._on_lost = on_lost
@@ -91,6 +96,16 @@ class PeerLinks:
             self._on_lost(peer)
         for peer in sorted(replica_ids - self._tasks.keys()):
             self._tasks[peer] = spawn(self._keep(peer))
+        self._move_on_soon()
+
+    def _move_on_soon(self) -> None:
+        if self._moves_on:
+            asyncio.get_running_loop().call_later(self._times.unlisted_s, self._move_on)
+
+    def _move_on(self) -> None:
+        if self._linked & self._listed:
+            for peer in (self._linked & self._tasks.keys()) - self._listed:
+                self._tasks.pop(peer).cancel()
 
     def close(self) -> None:
         """Cut all links."""
@@ -121,6 +136,7 @@ class PeerLinks:
             self._other_models.discard(peer)
             logger.info("Linked to %s.", peer)
             self._on_linked(peer)
+            self._move_on_soon()
 
         reason = "it ended"
         try:
@@ -200,6 +216,8 @@ class Endpoint:
         lost: PeerEvent,
         refused: PeerEvent | None = None,
         application: str | None = None,
+        *,
+        moves_on: bool = False,
     ) -> tuple[PeerLinks, Discovery]:
         """Keep a link to every live router of an application; None for the own one."""
         context = serve.get_replica_context()
@@ -207,7 +225,7 @@ class Endpoint:
         open_channel = partial(dial_stream, watch)
         own = self._me, context.deployment, context.app_name
         dialer = Dialer(*own, self._fingerprints, match, host, open_channel, self._times)
-        links = PeerLinks(dialer.dial, joined, lost, self._times, refused)
+        links = PeerLinks(dialer.dial, joined, lost, self._times, refused, moves_on=moves_on)
         self._closers += [watch.close, links.close]
         return links, watch
 
@@ -252,8 +270,8 @@ class _DrainingEndpoint(Endpoint):
     """An end that drains when Serve stops its replica.
 
     Serve calls the destructor of a replica that is to stop when its requests have ended, and awaits it for as long as
-    the deployment's grace period allows. A link is a request of Serve's at the router; it ends within seconds, because
-    no caller can reach a router that is no longer listed.
+    the deployment's grace period allows. A link is a request of Serve's at the router; so a router that is to stop ends
+    its links with workers itself, when the last ingress has gone to another one, or has stopped.
     """
 
     _match: FingerprintKind = "decision"
@@ -332,6 +350,8 @@ class RouterEndpoint(_DrainingEndpoint):
     ``link`` and ``post`` are what peers call: they keep their names.
     """
 
+    _was_listed = _is_leaving = False
+
     def start_router(
         self,
         machine: M,
@@ -356,7 +376,22 @@ class RouterEndpoint(_DrainingEndpoint):
         self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
         self._streams = StreamAnswerer(answerer.answer)
+        own_list = Discovery(serve.get_replica_context().deployment, self._application, self._listed)
+        self._closers.append(own_list.close)
         return host
+
+    def _listed(self, replica_ids: frozenset[str]) -> None:
+        self._was_listed |= self._me in replica_ids
+        self._is_leaving = self._was_listed and self._me not in replica_ids
+        asyncio.get_running_loop().call_later(self._times.unlisted_s, self._end_links)
+
+    def _end_links(self) -> None:
+        if self._is_left:
+            self._streams.close()
+
+    @property
+    def _is_left(self) -> bool:
+        return self._is_leaving and not self._clients
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:
         """What a caller reads."""
@@ -379,6 +414,7 @@ class RouterEndpoint(_DrainingEndpoint):
         group = self._group_of(hello)
         if group is None:
             self._clients.discard(hello.caller)
+            self._end_links()
         elif self._host is not None:
             self._host.tell(lambda machine, now_s: group.lost(machine, hello.caller, now_s))
 
@@ -397,7 +433,7 @@ class RouterEndpoint(_DrainingEndpoint):
         """Why a call is refused; empty if it is not."""
         if hello.callee != self._me:
             return f"the call is for {hello.callee}"
-        if self._host is None or self._is_draining:
+        if self._host is None or self._is_draining or self._is_left:
             return "the replica is draining"
         if self._host.failed:
             return "the replica has failed"
@@ -449,7 +485,8 @@ class IngressEndpoint(Endpoint):
             if on_refused is not None:
                 host.tell(lambda machine, now_s: on_refused(machine, peer, now_s))
 
-        self._routers, _ = self._dial_routers(routers.deployment, routers.match, host, joined, lost, refused)
+        events = joined, lost, refused
+        self._routers, _ = self._dial_routers(routers.deployment, routers.match, host, *events, moves_on=True)
         self._router_deployment = routers.deployment
         return host
 

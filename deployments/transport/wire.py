@@ -308,6 +308,8 @@ class LinkTimes:
             that dies is seen at once, by the end of its carrier.
         first_backoff_s: Pause before a lost link is opened again; doubled with each failure.
         max_backoff_s: Longest such pause.
+        unlisted_s: A replica that is missing from Serve's list for so long is to stop; one that gets a new
+            ``user_config`` is missing for a moment.
     """
 
     open_timeout_s: float = 5.0
@@ -315,6 +317,7 @@ class LinkTimes:
     peer_timeout_s: float = 5.0
     first_backoff_s: float = 0.05
     max_backoff_s: float = 1.0
+    unlisted_s: float = 3.0
 
 
 class LinkError(SpecdecError):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint
 from deployments.transport.host import LoopHost, WorkerHost
-from deployments.transport.wire import WIRE_VERSION, Hello
+from deployments.transport.wire import WIRE_VERSION, Hello, LinkTimes
 from specdec.core.types import Fingerprints
 from tests.deployments.transport.nodes import Inbox
+
+UNLISTED_S = 0.01
 
 
 class Noted(Inbox):
@@ -45,7 +48,7 @@ def hello(
 async def router() -> AsyncIterator[RouterEndpoint]:
     router = RouterEndpoint()
     router._host, router._me, router._closers, router._is_draining = LoopHost(Noted()), "r", [], False
-    router._step_timeout_s = 30.0
+    router._step_timeout_s, router._times = 30.0, LinkTimes(unlisted_s=UNLISTED_S)
     router._clients = set()
     router._fingerprints = Fingerprints("d", "v")
     router._application = "mine"
@@ -121,6 +124,42 @@ async def test_the_machine_is_told_of_workers_alone(router: RouterEndpoint) -> N
     assert machine.events == [("joined", "target"), ("lost", "target"), ("joined", "draft"), ("lost", "draft")]
     await router.__del__()
     assert router.__del__() is None
+
+
+async def test_a_router_that_is_listed_no_more_ends_its_links_when_the_last_ingress_has_gone(
+    router: RouterEndpoint,
+) -> None:
+    ended = list[None]()
+    router._streams = SimpleNamespace(close=lambda: ended.append(None))
+    first, second = (hello("Ingress", caller=caller) for caller in ("first", "second"))
+    router._listed(frozenset("x"))  # it starts
+    router._joined(first)
+    router._listed(frozenset("xr"))
+    router._joined(second)
+    router._lost(first)
+    router._lost(second)
+    router._listed(frozenset("x"))  # for a moment
+    router._listed(frozenset("xr"))
+    await asyncio.sleep(3 * UNLISTED_S)
+    assert not ended, "it stays"
+    router._joined(first)
+    router._joined(second)
+    router._listed(frozenset("x"))
+    router._lost(first)
+    await asyncio.sleep(3 * UNLISTED_S)
+    assert not ended
+    assert router._refusal(hello("Target")) == ""
+    router._lost(second)
+    assert ended
+    assert router._refusal(hello("Target")) == "the replica is draining"
+
+
+async def test_a_router_without_an_ingress_ends_its_links_when_it_is_listed_no_more(router: RouterEndpoint) -> None:
+    ended = asyncio.Event()
+    router._streams = SimpleNamespace(close=ended.set)
+    router._listed(frozenset("r"))
+    router._listed(frozenset())
+    await asyncio.wait_for(ended.wait(), 60)
 
 
 async def test_a_machine_that_hangs_is_not_waited_for(router: RouterEndpoint) -> None:

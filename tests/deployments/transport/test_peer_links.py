@@ -11,7 +11,7 @@ from deployments.transport.endpoints import PeerLinks
 from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes, OtherModelError
 from tests.waiting import eventually
 
-TIMES = LinkTimes(first_backoff_s=0.001, max_backoff_s=0.004)
+TIMES = LinkTimes(first_backoff_s=0.001, max_backoff_s=0.004, unlisted_s=0.02)
 
 
 class Peers:
@@ -22,7 +22,7 @@ class Peers:
         refusals: Why a peer cannot be linked to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, moves_on: bool = False) -> None:
         self.futures: dict[str, asyncio.Future[None]] = {}
         self.refusals: dict[str, str] = {}
         self.num_dials = 0
@@ -33,6 +33,7 @@ class Peers:
             lambda p: self.events.append(("lost", p)),
             TIMES,
             lambda p: self.events.append(("other model", p)),
+            moves_on=moves_on,
         )
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
@@ -113,6 +114,48 @@ async def test_a_peer_that_is_listed_no_more_is_not_dialled_again(peers: Peers) 
     assert (peers.events, peers.num_dials) == ([("linked", "b"), ("lost", "b")], 1)
     peers.links.update(frozenset("b"))
     await eventually(lambda: peers.events[-1] == ("linked", "b") and peers.num_dials == 2)
+
+
+@pytest.fixture
+async def moving() -> AsyncIterator[Peers]:
+    """As an ingress: its peers are routers."""
+    peers = Peers(moves_on=True)
+    yield peers
+    peers.links.close()
+
+
+async def test_who_moves_on_leaves_a_peer_that_is_listed_no_more_for_one_that_it_works_with(moving: Peers) -> None:
+    moving.refusals["b"] = "model"
+    moving.links.update(frozenset("a"))
+    await eventually(lambda: moving.links.linked == {"a"})
+    moving.links.update(frozenset("b"))
+    await eventually(lambda: moving.num_dials >= 10)
+    await asyncio.sleep(2 * TIMES.unlisted_s)
+    assert moving.links.linked == {"a"}
+    moving.links.update(frozenset("bc"))
+    await eventually(lambda: moving.links.linked == {"c"})
+    assert moving.events == [("linked", "a"), ("other model", "b"), ("linked", "c"), ("lost", "a")]
+
+
+async def test_a_peer_that_is_missing_for_a_moment_is_not_left(moving: Peers) -> None:
+    moving.links.update(frozenset("ab"))
+    await eventually(lambda: moving.links.linked == {"a", "b"})
+    for listed in ("a", "b", "ab"):
+        moving.links.update(frozenset(listed))
+    await asyncio.sleep(3 * TIMES.unlisted_s)
+    assert moving.events == [("linked", "a"), ("linked", "b")]
+
+
+async def test_several_lists_without_a_peer_end_its_link_once(moving: Peers) -> None:
+    moving.links.update(frozenset("ab"))
+    await eventually(lambda: moving.links.linked == {"a", "b"})
+    for listed in ("b", "bc", "b"):
+        moving.links.update(frozenset(listed))
+        moving.links._move_on()
+    await eventually(lambda: moving.links.linked >= {"b"} and "a" not in moving.links.linked)
+    await asyncio.sleep(3 * TIMES.unlisted_s)
+    assert moving.events.count(("lost", "a")) == 1
+    assert ("lost", "b") not in moving.events
 
 
 async def test_closing_cuts_all_links_for_good(peers: Peers) -> None:
