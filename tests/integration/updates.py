@@ -87,10 +87,12 @@ def under_update(url: str, after: dict[str, Any], num_streams: int, max_tokens: 
         while update.is_alive():
             statuses.append(status_of_a_request(url))
             time.sleep(0.2)
+        has_outlived = streams.are_running()
         ended = wait()
     errors = sorted({stream.error for stream in ended if stream.error is not None})
     compared = asdict(Comparison.of(ended, undisturbed))
     compared |= {"statuses": statuses, "errors": errors, "chunks": list(streams.num_chunks.values())}
+    compared["has_outlived"] = has_outlived
     return compared | {"is_other": fingerprint(url) != before, "num_with_adapter": num_with_adapter(url)}
 
 
