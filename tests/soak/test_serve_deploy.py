@@ -1,9 +1,10 @@
-"""What ``specdec render`` writes for the demo pair, run by ``serve deploy`` on a local Ray node."""
+"""What ``specdec render`` writes for a pair of the hub, run by ``serve deploy`` on a local Ray node."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from cluster.cli.render import serve_yaml
 from cluster.config.limits import ResponsesStore
 from cluster.launch.local import check_port
+from cluster.launch.serve_config import laid_over
 from cluster.models.demos import demo_folder
 from specdec import ModelSource
 from specdec.models.describe import linear_shapes
@@ -24,17 +28,36 @@ from tests.integration.kills import Comparison, Streams
 from tests.integration.running import eventually, serve_deploy, serve_node
 from tests.specdec.adapters import write_adapter
 
-SERVICE = {"demo": "plain"}
+OLD, NEW, NEWER, NOWHERE = (letter * 40 for letter in "abcd")
+"""Commits of both models on the hub, with other weights and the same tokenizer; the last is not there."""
 DEPLOY_TIMEOUT_S = 180
 STATUS_DEPLOYMENTS = {"Health", "Metrics"}
 """What answers ``/health`` and ``/metrics``; an update of the models leaves it alone."""
 
 
 @pytest.fixture(scope="module")
-def node():
+def hub(tmp_path_factory):
+    """The folder in which this machine keeps models of the hub, with their commits."""
+    cache, generator = tmp_path_factory.mktemp("hub"), torch.Generator().manual_seed(0)
+    for role in ("target", "draft"):
+        weights = load_file(demo_folder(role) / "model.safetensors")
+        for commit in (OLD, NEW, NEWER):
+            folder = cache / f"models--specdec--{role}" / "snapshots" / commit
+            shutil.copytree(demo_folder(role), folder)
+            save_file(weights, folder / "model.safetensors", {"format": "pt"})
+            for weight in weights.values():
+                weight *= 1 + 0.1 * torch.randn(weight.shape, generator=generator)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def node(hub):
     """The address of a Ray node's dashboard."""
-    with serve_node(num_cpus=2) as address:
-        yield address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(hub))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with serve_node(num_cpus=4) as address:
+            yield address
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +68,26 @@ def adapter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """The configuration's file."""
+def render(adapter, tmp_path_factory):
+    """A function that gives Serve's configuration of the service with changes; it listens on this machine alone."""
     file = tmp_path_factory.mktemp("service") / "service.yaml"
-    file.write_text(yaml.safe_dump(SERVICE))
-    return file
+    base = {
+        "served_model_name": "specdec-demo",
+        "target": {"model": "specdec/target", "revision": OLD, "dtype": "float32"},
+        "draft": {"model": "specdec/draft", "revision": OLD, "dtype": "float32"},
+        "actors": {part: {"num_gpus": 0, "num_cpus": 1} for part in ("target", "draft")},
+        "port": check_port("127.0.0.1", 0),
+        "responses_store": {"enabled": True},
+        "lora": {"folder": str(Path(adapter.path).parent)},
+    }
 
+    def rendered(changes=None):
+        file.write_text(yaml.safe_dump(laid_over(base, changes or {})))
+        text = serve_yaml(file)
+        assert "host: 0.0.0.0\n" in text
+        return text.replace("host: 0.0.0.0\n", "host: 127.0.0.1\n")
 
-@pytest.fixture(scope="module")
-def rendered(adapter, service):
-    """Serve's configuration; it listens on this machine alone, and not on the port that a pod would have to itself."""
-    text = serve_yaml(service)
-    assert "host: 0.0.0.0\n  port: 8000" in text
-    port = check_port("127.0.0.1", 0)
-    config = yaml.safe_load(text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}"))
-    for application, part in zip(config["applications"], ("target", "draft"), strict=False):
-        application["args"]["actors"] = {part: {"num_gpus": 0, "num_cpus": 1}}
-    kept = {"responses_store": {"enabled": True}, "lora": {"folder": str(Path(adapter.path).parent)}}
-    config["applications"][0]["args"] |= kept
-    return yaml.safe_dump(config)
+    return rendered
 
 
 def get(url, body=None, timeout_s=60):
@@ -97,16 +121,16 @@ def application_status(name="specdec"):
 
 
 @pytest.fixture(scope="module")
-def deployed(rendered, node, tmp_path_factory):
+def deployed(render, node, tmp_path_factory):
     """The service, running; yields where it listens."""
-    serve_deploy(rendered, node, tmp_path_factory.mktemp("serve"))
+    serve_deploy(render(), node, tmp_path_factory.mktemp("serve"))
     deadline_s = time.monotonic() + DEPLOY_TIMEOUT_S
     status, messages = application_status()
     while status not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < deadline_s:
         time.sleep(0.5)
         status, messages = application_status()
     assert status == "RUNNING", messages
-    return f"http://127.0.0.1:{yaml.safe_load(rendered)['http_options']['port']}"
+    return f"http://127.0.0.1:{yaml.safe_load(render())['http_options']['port']}"
 
 
 def test_ray_asks_for_a_token(node):
@@ -124,6 +148,13 @@ def test_it_answers_a_completion_request(deployed):
     assert answer["choices"][0]["text"]
 
 
+def fingerprint(url):
+    """Return the ``system_fingerprint`` of new answers."""
+    return json.loads(get(f"{url}/v1/completions", {"model": "specdec-demo", "prompt": "x", "max_tokens": 1}))[
+        "system_fingerprint"
+    ]
+
+
 def status_of(url, body):
     """The status that a completion request is answered with."""
     try:
@@ -133,20 +164,13 @@ def status_of(url, body):
     return 200
 
 
-def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, service, node, deployed, tmp_path):
-    """As ``render`` writes them."""
+def test_limits_and_numbers_of_replicas_change_without_a_restart(render, node, deployed, tmp_path):
     before = replicas()
     body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
     assert status_of(deployed, body) == 200
-    changes = {"limits": {"max_sequences": 2}, "replicas": {"router": 2}}
-    file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump(SERVICE | changes))
-    limited = yaml.safe_load(rendered)
-    change, unchanged = (yaml.safe_load(serve_yaml(path))["applications"][0] for path in (file, service))
-    assert change["args"] == unchanged["args"]
-    limited["applications"][0]["deployments"] = change["deployments"]
-    for changed, status, num_more in ((yaml.safe_dump(limited), 400, 1), (rendered, 200, 0)):
-        serve_deploy(changed, node, tmp_path)
+    changed = {"limits": {"max_sequences": 2}, "replicas": {"router": 2}}
+    for changes, status, num_more in ((changed, 400, 1), ({}, 200, 0)):
+        serve_deploy(render(changes), node, tmp_path)
         eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
         eventually(lambda more=num_more: len(replicas()) == len(before) + more, 120, "the router has as many replicas")
         assert before.items() <= replicas().items()
@@ -156,35 +180,32 @@ def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, servi
 
 SERVICES = {"OpenAIIngress", "SpeculationRouter", "TargetServer"}
 UPDATES = (
-    ("the draft", 1, {"args": {"draft": {"kv_cache_memory": "64MiB"}}}, {"DraftServer"}),
-    ("a limit", 0, {"user_config": {"limits": {"max_reopens": 5}}}, set()),
-    ("log level", 1, {"user_config": {"log_level": "debug"}}, set()),
-    ("a draft that cannot be loaded", 1, {"args": {"draft": {"kv_cache_memory": "1KiB"}}}, {"DraftServer"}),
-    ("the draft of before", 1, {"args": {"draft": None}}, {"DraftServer"}),
-    ("the target", 0, {"args": {"block_size": 32}}, SERVICES),
+    ("the draft's revision", {"draft": {"revision": NEW}}, {"DraftServer"}),
+    ("a limit", {"limits": {"max_reopens": 5}}, set()),
+    ("log level", {"log_level": "debug"}, set()),
+    ("more replicas", {"replicas": {"target": 2, "router": 2}}, {"TargetServer", "SpeculationRouter"}),
+    ("fewer replicas", {"replicas": {"target": 1, "router": 1}}, {"TargetServer", "SpeculationRouter"}),
+    ("a draft that cannot be loaded", {"draft": {"revision": NOWHERE}}, {"DraftServer"}),
+    ("the draft of before", {"draft": {"revision": OLD}}, {"DraftServer"}),
+    ("the target's revision", {"target": {"revision": NEW}}, SERVICES),
 )
-"""What an update changes, the application that it is of, how (None takes a key away), and the deployments whose
-replicas are others then."""
+"""What an update changes, how, and the deployments that have replicas then which they had not, or no longer."""
 
 
 @pytest.mark.timeout(1800)
-def test_an_update_of_either_application_breaks_no_stream_refuses_nobody_and_restarts_nothing_of_the_other(
-    rendered, node, deployed, tmp_path
+def test_an_update_breaks_no_stream_refuses_nobody_and_restarts_nothing_that_it_does_not_change(
+    render, node, deployed, tmp_path
 ):
     short = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1}
     streams = Streams(deployed, "specdec-demo", count=16, max_tokens=300)
     with streams.running() as wait:
         undisturbed = wait()
-    config = yaml.safe_load(rendered)
-    for what, index, changes, others in UPDATES:
-        before, application = replicas(), config["applications"][index]
-        args = application["args"] | changes.get("args", {})
-        application["args"] = {key: value for key, value in args.items() if value is not None}
-        for deployment in application["deployments"]:
-            deployment["user_config"] |= changes.get("user_config", {})
+    all_changes = {}
+    for what, changes, others in UPDATES:
+        before, all_changes = replicas(), laid_over(all_changes, changes)
         with streams.running() as wait:
             eventually(streams.have_begun, 120, "all streams have begun")
-            serve_deploy(yaml.safe_dump(config), node, tmp_path)
+            serve_deploy(render(all_changes), node, tmp_path)
             ended = wait()
         compared = Comparison.of(ended, undisturbed)
         assert not compared.broken, (what, [stream.error for stream in ended])
@@ -210,8 +231,10 @@ def test_an_update_of_either_application_breaks_no_stream_refuses_nobody_and_res
                 f"{name} runs after {what}",
             )
         if "cannot" in what:
-            eventually(lambda: "1KiB" in get(f"{deployed}/health") or "memory" in get(f"{deployed}/health"), 30, what)
+            eventually(lambda: NOWHERE in get(f"{deployed}/health"), 30, what)
             assert "specdec_draft_failed" in get(f"{deployed}/metrics")
+    with streams.running() as wait:
+        assert not Comparison.of(wait(), undisturbed).is_exact, "the new target's weights are others"
 
 
 def load_adapter(adapter):
@@ -223,9 +246,7 @@ def load_adapter(adapter):
     asyncio.run(store.assign("sql", loaded))
 
 
-def test_an_update_that_restarts_every_replica_breaks_no_stream_and_loses_nothing_stored(
-    rendered, node, deployed, adapter, tmp_path
-):
+def test_an_update_of_the_target_breaks_no_stream_and_loses_nothing_stored(render, node, deployed, adapter, tmp_path):
     load_adapter(adapter)
     stored = json.loads(
         get(f"{deployed}/v1/responses", {"model": "specdec-demo", "input": "x", "max_output_tokens": 4})
@@ -235,14 +256,12 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream_and_loses_nothin
     streams = Streams(deployed, "specdec-demo", count=4, max_tokens=1200)
     with streams.running() as wait:
         undisturbed = wait()
-    before = replicas()
+    before, model = replicas(), fingerprint(deployed)
     with streams.running() as wait:
         eventually(streams.have_begun, 60, "all streams have begun")
-        changed = yaml.safe_load(rendered)
-        changed["applications"][0]["args"]["block_size"] = 64
-        serve_deploy(yaml.safe_dump(changed), node, tmp_path)
-        eventually(lambda: application_status()[0] == "DEPLOYING", 60, "the update has begun")
-        assert streams.are_running(), "they had ended before the update began"
+        serve_deploy(render({"target": {"revision": NEWER}}), node, tmp_path)
+        eventually(lambda: fingerprint(deployed) != model, DEPLOY_TIMEOUT_S, "the new target answers")
+        assert streams.are_running(), "they had ended before the new target served"
         ended = wait()
     compared = Comparison.of(ended, undisturbed)
     assert not compared.broken, [stream.error for stream in ended]
@@ -253,7 +272,7 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream_and_loses_nothin
 
     kept = STATUS_DEPLOYMENTS | {"DraftServer"}
     with suppress(AssertionError):
-        eventually(lambda: unchanged() <= kept, 120, "every replica is another")
+        eventually(lambda: unchanged() <= kept, 120, "every replica of the target's application is another")
     assert unchanged() == kept, application_status()
     eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
     assert json.loads(get(f"{deployed}/v1/responses/{stored['id']}")) == stored
