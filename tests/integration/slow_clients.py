@@ -1,7 +1,8 @@
 """Clients that take nothing of what they asked for: one that does not read, and one whose network has gone silent.
 
-``python -m tests.integration.slow_clients`` prints as JSON how the memory of the ingress grows and falls, in MB, with
-256 that read nothing of 20 log probabilities a token, and again after they have gone. Steps are emulated.
+``python -m tests.integration.slow_clients`` prints as JSON how the memory of the ingress grows with 256 that read
+nothing of 20 log probabilities a token, and falls while others are served after they have gone, in MB. Steps are
+emulated.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from tests.integration.kills import processes_of
 from tests.integration.running import RunningService
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--watched-s", type=float, default=240.0, help="each time")
     parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("--ordinary", type=int, default=1024, help="requests before and after, until memory is steady")
     options = parser.parse_args()
     emulated = ("--backend", "benchmarks.backends:stand_in:target=60,draft=6", "--max-num-seqs", "256")
     service = RunningService("--demo", "plain", *emulated, "--num-speculative-tokens", "4")
@@ -87,6 +91,12 @@ def main() -> None:
         "stream": True,
     }
     (ingress,) = processes_of(service, "ingress")
+
+    def serve_others() -> None:
+        with ThreadPoolExecutor(64) as pool:
+            list(pool.map(lambda _: _read(service, body | {"max_tokens": 40}), range(options.ordinary)))
+
+    serve_others()
     for _ in range(options.times):
         megabytes = [ingress.memory_info().rss >> 20]
         with ExitStack() as stack:
@@ -101,17 +111,24 @@ def main() -> None:
                 time.sleep(1.0)
                 megabytes.append(ingress.memory_info().rss >> 20)
             num_begun = sum(not thread.is_alive() for thread in threads)
-        answer = service.client().completions.create(model=service.model, prompt="x", max_tokens=8)
+        left = ingress.memory_info().rss >> 20
+        serve_others()
         figures = {
             "begun": num_begun,
             "before": megabytes[0],
             "most": max(megabytes),
             "at_s": megabytes.index(max(megabytes)),
-            "after": megabytes[-1],
-            "answered": answer.usage.completion_tokens if answer.usage else 0,
+            "left": left,
+            "after_others": ingress.memory_info().rss >> 20,
         }
         print(json.dumps(figures), flush=True)
     service.stop()
+
+
+def _read(service: RunningService, body: dict[str, object]) -> None:
+    request = Request(f"{service.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=300) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
 if __name__ == "__main__":
