@@ -247,7 +247,7 @@ def report(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def steps_line(share: float) -> str:
-    """How the draft's step stands to the target's, timed with nothing beside them."""
+    """Compare the draft's step time with the target's, each measured alone."""
     takes = f"the draft's step takes {share:.2f} of the target's"
     return f"{takes}: too slow to help: take a smaller draft, or a faster device" if share >= 1 else takes
 

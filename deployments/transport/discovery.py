@@ -2,7 +2,7 @@
 
 Calls to one replica, and the list of replicas, through Serve's request router.
 
-Serve pickles this class by value into each process that has a handle; ``process_board`` by name, so it is shared there.
+Serve pickles this class by value into each process that has a handle, but ``process_board`` by name, so they share it.
 
 Deployment options that links need, with the reasons.
 """
@@ -35,7 +35,7 @@ DeploymentKey = tuple[str, str]
 
 
 class ReplicaBoard:
-    """The newest list of replica ids of each deployment, who wants to know, and what links hold; for any thread."""
+    """The latest replica ids of each deployment, their listeners, and which replicas have links. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,17 +62,17 @@ class ReplicaBoard:
             listener(known)
 
     def hold(self, link: bytes, replica: str) -> None:
-        """Keep a replica within reach while there is this link to it, whether it is listed or not."""
+        """Keep a replica reachable until this link ends, even if Serve stops listing it."""
         with self._lock:
             self._held[link] = replica
 
     def release(self, link: bytes) -> None:
-        """A link has ended; idempotent."""
+        """Forget a link that has ended. Idempotent."""
         with self._lock:
             self._held.pop(link, None)
 
     def held(self) -> frozenset[str]:
-        """Replicas that a link holds."""
+        """Return the replicas that have a link."""
         with self._lock:
             return frozenset(self._held.values())
 
@@ -150,8 +150,8 @@ class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
     pinned call can reach another replica than the one meant: Serve offers no way to fail it here that does not leave
     a routing task behind, so the callee compares (see ``Hello``).
 
-    Serve lists a replica that is to stop no more, and waits until its requests have ended. Pinned calls go on reaching
-    it while a link holds it.
+    When Serve stops a replica it drops it from the list at once, then waits for its requests to end. Pinned calls still
+    reach it as long as it has a link.
     """
 
     _unlisted: frozenset[ReplicaID] = frozenset()
@@ -171,11 +171,11 @@ class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
 
     @property
     def curr_replicas(self) -> dict[ReplicaID, RunningReplica]:
-        """Those that Serve lists: broadcasts go to them."""
+        """The replicas that Serve lists, which are the ones a broadcast reaches."""
         return {name: replica for name, replica in self._replicas.items() if name not in self._unlisted}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take in Serve's new list, and keep what links hold."""
+        """Take Serve's new list, plus the unlisted replicas that still have a link."""
         listed, held = {replica.replica_id for replica in replicas}, process_board().held()
         kept = [r for name, r in self._replicas.items() if name not in listed and name.unique_id in held]
         self._unlisted = frozenset(replica.replica_id for replica in kept)

@@ -2,7 +2,7 @@
 
 Workers and ingress replicas dial every router that is listed; routers answer. So only routers have to be reachable,
 and a worker or an ingress that drains, and is listed no more, keeps its links. So does a router, until every ingress
-has gone to another of its model, or has stopped. Deployments must be deployed with the options of
+has moved to another router of its model or stopped. Deployments must be deployed with the options of
 ``deployments.transport.discovery``.
 
 Keeping links up: who is dialled, and when again.
@@ -57,7 +57,7 @@ class PeerLinks:
             refused is listed no more.
         times: Pauses between attempts.
         on_refused: Called when a peer is found to be of another model.
-        moves_on: Whether a link to a replica that is listed no more ends when there is one to a listed replica.
+        moves_on: Whether to drop links to unlisted replicas once there is a link to a listed one.
     """
 
     def __init__(
@@ -270,8 +270,8 @@ class _DrainingEndpoint(Endpoint):
     """An end that drains when Serve stops its replica.
 
     Serve calls the destructor of a replica that is to stop when its requests have ended, and awaits it for as long as
-    the deployment's grace period allows. A link is a request of Serve's at the router; so a router that is to stop ends
-    its links with workers itself, when the last ingress has gone to another one, or has stopped.
+    the deployment's grace period allows. A link is a request of Serve's at the router; so a router that is stopping
+    closes its links to workers itself, once its last ingress has moved to another router or stopped.
     """
 
     _match: FingerprintKind = "decision"

@@ -117,6 +117,6 @@ class StreamAnswerer:
         return _KNOWN
 
     def close(self) -> None:
-        """End all links."""
+        """Close every link that this side accepted."""
         for channel in self._channels.values():
             channel.close()

@@ -308,8 +308,8 @@ class LinkTimes:
             that dies is seen at once, by the end of its carrier.
         first_backoff_s: Pause before a lost link is opened again; doubled with each failure.
         max_backoff_s: Longest such pause.
-        unlisted_s: A replica that is missing from Serve's list for so long is to stop; one that gets a new
-            ``user_config`` is missing for a moment.
+        unlisted_s: How long a replica must be missing from Serve's list before it counts as stopping. A replica that
+            gets a new ``user_config`` is missing only briefly.
     """
 
     open_timeout_s: float = 5.0
